@@ -1,0 +1,310 @@
+"""From sample numbers to arrays and bytes: ``pread``, check, decompress, cut. The same few lines for all containers.
+
+A reader opens files on first use and keeps a bounded number of descriptors and decoded bytes. It can be pickled and
+survives a fork: the other process opens its own files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardstore.codecs import decode
+from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
+from shardstore.files import Files, crc32c
+from shardstore.index import Index
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+WINDOW_BYTES = 64 << 20  # decoded chunks a reader keeps: some 50 chunks, or the rows of 3 million encoded samples
+_SMALL = 1024  # items and blobs below this are cut from a cached chunk: a read each would cost more than the copy
+_HINT = "Run `shardstore validate {path}` to see all that is damaged; then restore the file, or convert again."
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What few users need to set.
+
+    Attributes:
+        window_bytes: bound, in bytes, of the decoded chunks that one reader keeps, and among which the samples of a
+            compressed store are shuffled.
+    """
+
+    window_bytes: int = WINDOW_BYTES
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One row of a chunk table, its bounds checked."""
+
+    number: int  # inside the shard
+    offset: int
+    nbytes: int
+    crc32c: int
+    first: int
+    count: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where each sample of a bytes or ragged field lies in one shard."""
+
+    start: Numbers  # bytes: in the file without a codec, in the decoded chunk with one
+    length: Numbers  # bytes
+    crc32c: Array
+    chunk: Numbers  # row of the chunk table
+    shape: Array | None
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.start, self.length, self.crc32c, self.chunk, self.shape)
+        return sum(a.nbytes for a in arrays if a is not None)
+
+
+class _Cache:
+    """The most recently used objects, up to a number of bytes (always at least one)."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._lock = threading.Lock()
+        self._items: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def get(self, key: tuple[str, int]) -> Any:
+        with self._lock:
+            if key in self._items:
+                self._items.move_to_end(key)
+            return self._items.get(key)
+
+    def put(self, key: tuple[str, int], item: Any) -> None:
+        with self._lock:
+            if key not in self._items:
+                self._items[key] = item
+                self.used += item.nbytes
+            while self.used > self.limit and len(self._items) > 1:
+                self.used -= self._items.popitem(last=False)[1].nbytes
+
+
+class Reader:
+    """Reads samples of an open store.
+
+    Every bytes or ragged sample is checked against its own CRC-32C; so is every chunk that is read as a whole.
+    Single samples of uncompressed pixels are not.
+    """
+
+    def __init__(self, index: Index, options: ReadOptions | None = None) -> None:
+        self.index = index
+        self.options = options or ReadOptions()
+        self._files = Files()
+        self._cache = _Cache(self.options.window_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, (self.index, self.options)
+
+    def read(self, field: str, samples: Numbers) -> Any:
+        """The values of a field for these samples, in this order.
+
+        Args:
+            field: its name.
+            samples: int64, each in ``0 .. samples - 1``.
+
+        Returns:
+            An array of shape (n, *shape) for a field of kind ``array``; a list of bytes for ``bytes``; a list of
+            arrays for ``ragged``.
+
+        Raises:
+            DamagedStoreError: the bytes are missing or not those written.
+        """
+        kind = self.index.schema.field(field).kind
+        if kind == "array":
+            return self._read_array(field, samples)
+        return [self._read_blob(field, int(s), ragged=kind == "ragged") for s in samples]
+
+    def lengths(self, field: str) -> Numbers:
+        """Elements of every sample of a bytes or ragged field: int64 of shape (samples,)."""
+        counts = self.index.shards["count"]
+        return np.concatenate([self._part(field, "length", s)[:n] for s, n in enumerate(counts.tolist())])
+
+    def key(self, sample: int) -> str | None:
+        """The key of a sample, or None where there is none or it cannot be read."""
+        try:
+            self.index.schema.field("key")
+            return str(self._read_blob("key", sample, ragged=False).decode("utf-8", "surrogateescape"))
+        except (KeyError, ShardstoreError):
+            return None
+
+    # -- array fields -------------------------------------------------------------------------------------------------
+
+    def _read_array(self, name: str, samples: Numbers) -> Array:
+        spec = self.index.schema.array(name)[1]
+        out = np.empty((len(samples), *spec.item_shape), spec.dtype)
+        inside = samples % self.index.schema.shard_samples
+        chunks = self._rows_before(name)[samples // self.index.schema.shard_samples] + inside // spec.chunk_items
+        whole = spec.codec != "none" or spec.item_bytes < _SMALL
+        follows = np.diff(chunks, prepend=-1) == 0
+        if not whole:
+            follows[1:] &= np.diff(samples) == 1
+        starts = np.flatnonzero(~follows)
+        for a, b in zip(starts, [*starts[1:], len(samples)], strict=True):
+            row, first = int(chunks[a]), int(samples[a])
+            if whole:
+                items = self._items(name, row)
+                out[a:b] = items[inside[a:b] % spec.chunk_items]
+            else:
+                self._read_run(name, row, first, out[a:b])
+        return out
+
+    def _read_run(self, name: str, row: int, first: int, out: Array) -> None:
+        """Consecutive samples of one uncompressed chunk, straight into the batch."""
+        chunk = self._row(name, row)
+        item = self.index.schema.array(name)[1].item_bytes
+        self._fill(name, chunk, chunk.offset + (first - chunk.first) * item, out.reshape(-1).view(np.uint8))
+        if len(out) == chunk.count:
+            self._check(name, chunk, chunk.crc32c, out.reshape(-1).view(np.uint8))
+
+    def _items(self, name: str, row: int) -> Array:
+        """All items of a chunk, decoded and cached."""
+        found = self._cache.get((name, row))
+        if found is None:
+            spec = self.index.schema.array(name)[1]
+            found = self._load_chunk(name, self._row(name, row)).view(spec.dtype).reshape(-1, *spec.item_shape)
+            self._cache.put((name, row), found)
+        return found  # type: ignore[no-any-return]
+
+    def _load_chunk(self, name: str, chunk: _Chunk) -> Array:
+        spec = self.index.schema.array(name)[1]
+        stored = np.empty(chunk.nbytes, np.uint8)
+        self._fill(name, chunk, chunk.offset, stored)
+        self._check(name, chunk, chunk.crc32c, stored)
+        if spec.codec == "none":
+            return stored
+        out = np.empty(spec.chunk_items * spec.item_bytes, np.uint8)
+        try:
+            decode(spec.codec, stored, out)
+        except ValueError as error:
+            raise self._damaged(f"a chunk cannot be decompressed: {error}", name, chunk) from error
+        return out
+
+    # -- bytes and ragged fields --------------------------------------------------------------------------------------
+
+    def _read_blob(self, field: str, sample: int, ragged: bool) -> Any:
+        shard, inside = divmod(sample, self.index.schema.shard_samples)
+        rows = self._rows(field, shard)
+        name, start, length = f"{field}.data", int(rows.start[inside]), int(rows.length[inside])
+        spec = self.index.schema.array(name)[1]
+        chunk = self._row(name, int(rows.chunk[inside]))
+        if spec.codec != "none" or chunk.nbytes < _SMALL * chunk.count:
+            start -= chunk.offset if spec.codec == "none" else 0
+            data = self._items(name, int(rows.chunk[inside])).view(np.uint8)[start : start + length]
+        else:
+            data = np.empty(length, np.uint8)
+            self._fill(name, chunk, start, data)
+        self._check(name, chunk, int(rows.crc32c[inside]), data, sample)
+        if not ragged or rows.shape is None:
+            return data.tobytes()
+        return data.view(spec.dtype).reshape(rows.shape[inside])
+
+    def _rows(self, field: str, shard: int) -> _Rows:
+        found = self._cache.get((field, shard))
+        if found is None:
+            found = self._load_rows(field, shard)
+            self._cache.put((field, shard), found)
+        return found  # type: ignore[no-any-return]
+
+    def _load_rows(self, field: str, shard: int) -> _Rows:
+        spec = self.index.schema.array(f"{field}.data")[1]
+        size = np.dtype(spec.dtype).itemsize
+        rows = self.index.rows(shard, spec.name)
+        table = self.index.table(spec.name)[rows]
+        count = int(self.index.shards["count"][shard])
+        start, length, crc = (self._part(field, part, shard) for part in ("start", "length", "crc32c"))
+        chunk = np.repeat(np.arange(len(table)), table["count"])
+        if len(chunk) != count or len(start) < count:
+            raise self._damaged("the chunk table does not cover the shard's samples", spec.name, shard=shard)
+        chunk_first = np.cumsum(table["count"], dtype=np.int64) - table["count"]
+        start, length = start[:count], length[:count]
+        begin = (start - start[chunk_first[chunk]]) * size
+        end = begin + length * size
+        room = table["nbytes"] if spec.codec == "none" else np.full(len(table), spec.chunk_items * size)
+        if (begin < 0).any() or (length < 0).any() or (end > room[chunk]).any():
+            raise self._damaged("a sample lies outside its chunk", spec.name, shard=shard)
+        if spec.codec == "none":
+            begin = begin + table["offset"].astype(np.int64)[chunk]
+        shape = self._part(field, "shape", shard) if f"{field}.shape" in self.index.schema.array_names else None
+        return _Rows(begin, length * size, crc[:count], chunk + rows.start, shape)
+
+    def _part(self, field: str, part: str, shard: int) -> Array:
+        """``start`` and its like of one shard: an array of one chunk a shard."""
+        name = f"{field}.{part}"
+        row = self.index.rows(shard, name).start
+        spec = self.index.schema.array(name)[1]
+        return self._load_chunk(name, self._row(name, row)).view(spec.dtype).reshape(-1, *spec.item_shape)
+
+    # -- rows, bytes, checks ------------------------------------------------------------------------------------------
+
+    def _rows_before(self, name: str) -> Numbers:
+        return self.index.shards["rows"][:, self.index.schema.array(name)[0]]  # type: ignore[no-any-return]
+
+    def _row(self, name: str, row: int) -> _Chunk:
+        table = self.index.table(name)
+        if not 0 <= row < len(table):
+            raise self._damaged(f"the chunk table has no row {row}", name)
+        offset, nbytes, crc, first, count, shard = table[row].item()
+        number, spec = self.index.schema.array(name)
+        bad = not 0 <= shard < len(self.index.shards)
+        if not bad:
+            size = int(self.index.shards["size"][shard, self.index.schema.file_number(number)])
+            bad = offset + nbytes > size
+            if not name.endswith(".data"):  # chunks of these are a grid
+                inside = (row - int(self._rows_before(name)[shard])) * spec.chunk_items
+                bad |= first != shard * self.index.schema.shard_samples + inside
+                bad |= count != min(spec.chunk_items, int(self.index.shards["count"][shard]) - inside)
+                bad |= spec.codec == "none" and nbytes != count * spec.item_bytes
+        if bad:
+            raise self._damaged(f"row {row} of the chunk table is impossible", name)
+        chunk = _Chunk(0, offset, nbytes, crc, first, count, shard)
+        return replace(chunk, number=row - int(self._rows_before(name)[shard]))
+
+    def _fill(self, name: str, chunk: _Chunk, offset: int, out: Array) -> None:
+        path = self.index.shard_path(chunk.shard, name)
+        try:
+            got = self._files.read_into(path, offset, out)
+        except OSError as error:
+            raise self._damaged(f"a shard file cannot be read: {error.strerror}", name, chunk) from error
+        if got != len(out):
+            what = Problem("the shard file is cut", expected=f"{len(out)} bytes at {offset}", got=f"{got}")
+            raise self._damaged(what, name, chunk)
+
+    def _check(self, name: str, chunk: _Chunk, expected: int, data: Array, sample: int | None = None) -> None:
+        got = crc32c(data)
+        if got != expected:
+            what = Problem("the bytes are not those that were written", expected=f"{expected:08x}", got=f"{got:08x}")
+            raise self._damaged(what, name, chunk, sample=sample)
+
+    def _damaged(
+        self, what: Problem | str, name: str, chunk: _Chunk | None = None, sample: int | None = None,
+        shard: int | None = None,
+    ) -> DamagedStoreError:  # fmt: skip
+        problem = Problem(what) if isinstance(what, str) else what
+        field = name.partition(".")[0]
+        shard = chunk.shard if chunk else shard
+        key = None
+        if chunk and field != "key":  # without a sample, the chunk's first one helps to find the place
+            key = self.key(chunk.first if sample is None else sample)
+        return DamagedStoreError(
+            replace(
+                problem,
+                path=self.index.path if shard is None else self.index.shard_path(shard, name),
+                field=field,
+                shard=shard,
+                chunk=chunk.number if chunk else None,
+                sample=sample,
+                key=key,
+                hint=_HINT.format(path=self.index.path),
+            )
+        )

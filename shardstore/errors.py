@@ -1,0 +1,103 @@
+"""Everything that shardstore raises, and the one record that says what is wrong.
+
+::
+
+    ShardstoreError            catch this for all of them
+    ├── OptionError            options that are unknown or do not go together (also a ValueError)
+    ├── SourceError            the source cannot be converted; ``.problems`` lists each bad file
+    │   └── ImageError         one picture cannot be decoded
+    ├── NoStoreError           the path holds no finished store (also a FileNotFoundError)
+    ├── DamagedStoreError      bytes of a store are not the bytes that were written
+    └── StackError             samples of different shapes cannot become one batch
+
+Each error carries a :class:`Problem` (``error.problem``): what, where, expected, got, and what to do next.
+``validate`` returns the same records in a list instead of raising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, with its place.
+
+    Attributes:
+        what: the fault in a few words.
+        path: the file on disk.
+        field: the field's name.
+        shard, chunk, sample: numbers from 0; ``chunk`` counts inside the shard, ``sample`` in the whole store.
+        key: the sample's key.
+        expected, got: the two values that differ, as text.
+        hint: what to do next.
+    """
+
+    what: str
+    path: str | None = None
+    field: str | None = None
+    shard: int | None = None
+    chunk: int | None = None
+    sample: int | None = None
+    key: str | None = None
+    expected: str | None = None
+    got: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        places = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:7] if getattr(self, f.name) is not None]
+        head = printable(self.path) + ": " if self.path else ""
+        text = head + self.what + (f" ({', '.join(map(printable, places))})" if places else "")
+        if self.expected is not None or self.got is not None:
+            text += f"; expected {self.expected}, got {self.got}"
+        return text + (f". {self.hint}" if self.hint else "")
+
+    def to_dict(self) -> dict[str, str | int]:
+        """The parts that are known, for JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+def printable(text: str) -> str:
+    """``text`` with undecodable bytes of file names (lone surrogates) shown as ``\\xNN``, so that it can be printed."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+class ShardstoreError(Exception):
+    """The base of all errors of this library."""
+
+    def __init__(self, problem: Problem | str) -> None:
+        # A DataLoader worker's error is built anew in the trainer from its text alone.
+        self.problem = problem if isinstance(problem, Problem) else Problem(problem)
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        return str(self.problem)
+
+
+class OptionError(ShardstoreError, ValueError):
+    """An option is unknown, has an impossible value, or does not go with another one."""
+
+
+class SourceError(ShardstoreError):
+    """The source cannot be converted as it is."""
+
+    def __init__(self, problem: Problem | str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(problem)
+        self.problems = list(problems)
+
+
+class ImageError(SourceError):
+    """A picture cannot be decoded, or may not be stored as asked."""
+
+
+class NoStoreError(ShardstoreError, FileNotFoundError):
+    """There is no finished store at this path."""
+
+
+class DamagedStoreError(ShardstoreError):
+    """A file of the store is missing, cut, or holds other bytes than those written."""
+
+
+class StackError(ShardstoreError, RuntimeError):
+    """Samples of different shapes cannot be stacked into a batch."""

@@ -1,0 +1,156 @@
+"""Reading and writing byte ranges of plain files: the only room that knows descriptors, fsync and rename."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+_MAX_OPEN = 32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
+_COPY_BYTES = 1 << 20
+_HAS_PREAD = hasattr(os, "pread")  # not on Windows
+
+
+def crc32c(data: bytes | np.ndarray[Any, Any], start: int = 0) -> int:
+    """CRC-32C (Castagnoli, RFC 3720 appendix B.4) of ``data``, continuing from the checksum ``start``."""
+    return int(google_crc32c.extend(start, data))
+
+
+def checksum_file(path: str | Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32C of a whole file, read in pieces of 1 MiB."""
+    size, crc = 0, 0
+    with open(path, "rb", buffering=0) as f:
+        while block := f.read(_COPY_BYTES):
+            size += len(block)
+            crc = crc32c(block, crc)
+    return size, crc
+
+
+def sync_folder(path: str | Path) -> None:
+    """Make renames inside a folder durable (a no-op where folders cannot be opened, as on Windows)."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: str | Path, data: bytes) -> None:
+    """Write a file so that it holds either nothing or all of ``data``: temporary name, fsync, rename."""
+    temp = f"{path}.tmp"
+    with open(temp, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temp, path)
+
+
+class Files:
+    """Open descriptors of a reader: opened on first use, a few kept, none inherited or pickled.
+
+    A descriptor is shared over a fork, but this object notices the new process id and opens its own, so that closing
+    in one process never surprises another. Threads may share it.
+    """
+
+    def __init__(self, max_open: int = _MAX_OPEN) -> None:
+        self._max_open = max_open
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"max_open": self._max_open}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def read_into(self, path: str, offset: int, buffer: np.ndarray[Any, Any]) -> int:
+        """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
+        view, done = memoryview(buffer).cast("B"), 0
+        with self._use(path) as fd:
+            while done < len(view) and (n := _read_at(fd, view[done:], offset + done)):
+                done += n
+        return done
+
+    @contextmanager
+    def _use(self, path: str) -> Iterator[int]:
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:  # held over the read: another thread may not close this descriptor under us
+            yield self._descriptor(path)
+
+    def _descriptor(self, path: str) -> int:
+        fd = self._open.pop(path, None)
+        if fd is None:
+            if len(self._open) >= self._max_open:
+                os.close(self._open.popitem(last=False)[1])
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        self._open[path] = fd
+        return fd
+
+    def close(self) -> None:
+        """Close all descriptors of this process."""
+        if self._pid == os.getpid():
+            with self._lock:
+                while self._open:
+                    os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        # At interpreter shutdown os may be half gone.
+        if getattr(self, "_open", None) and os is not None:
+            self.close()
+
+
+def _read_at(fd: int, view: memoryview, offset: int) -> int:
+    if _HAS_PREAD:
+        return os.preadv(fd, [view], offset) if hasattr(os, "preadv") else _copy(os.pread(fd, len(view), offset), view)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return _copy(os.read(fd, len(view)), view)
+
+
+def _copy(data: bytes, view: memoryview) -> int:
+    view[: len(data)] = data
+    return len(data)
+
+
+class NewFile:
+    """A file being written: under a temporary name until :meth:`commit` makes it durable and gives it its own."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.temp = f"{path}.tmp"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._file = open(self.temp, "wb", buffering=0)  # noqa: SIM115 (closed by commit or abort)
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``."""
+        view = memoryview(data)
+        while len(view):  # a raw write may take less than all, above 2 GiB on Linux
+            view = view[self._file.write(view) :]
+        self.size += len(data)
+
+    def commit(self) -> None:
+        """Flush to the disk and rename."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self.temp, self.path)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        if os.path.exists(self.temp):
+            os.unlink(self.temp)

@@ -1,0 +1,129 @@
+"""HDF5: one file a shard, and one file ``NAME.h5`` whose virtual datasets show all shards as one array.
+
+Without a codec datasets are contiguous; zstd is the registered filter 32015, which plain h5py reads after
+``import hdf5plugin``. Files are readable from HDF5 1.10 on and hold no times: same input, same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardstore.formats import Extents
+from shardstore.schema import HDF5_FOLDER, Array, Schema, shard_files
+
+_LIBVER = ("earliest", "v110")  # what HDF5 2.0 writes as "latest" cannot be opened by 1.14
+_ZSTD_FILTER = 32015  # registered with The HDF Group
+_LINKS = "_shards"  # no field can have this name
+
+
+class ShardWriter:
+    """One shard file; its datasets are allocated at once, since the plan knows all lengths."""
+
+    def __init__(self, root: str, schema: Schema, shard: int, items: Mapping[str, int]) -> None:
+        import h5py
+
+        self._path = f"{root}/{shard_files(schema, shard)[0]}"
+        self._arrays = {a.name: a for a in schema.arrays}
+        self._done = dict.fromkeys(self._arrays, 0)
+        self._file = h5py.File(f"{self._path}.tmp", "w", libver=_LIBVER, track_order=False)
+        for array in schema.arrays:
+            _create(self._file, array, items[array.name])
+
+    def append(self, array: str, stored: bytes) -> None:
+        """Add the next chunk of an array."""
+        spec, dataset, done = self._arrays[array], self._file[array.replace(".", "/")], self._done[array]
+        if spec.codec != "none":
+            dataset.id.write_direct_chunk((done, *(0 for _ in spec.item_shape)), stored)
+            self._done[array] += spec.chunk_items
+            return
+        values = np.frombuffer(stored, spec.dtype).reshape(-1, *spec.item_shape)
+        dataset[done : done + len(values)] = values
+        self._done[array] += len(values)
+
+    def close(self) -> None:
+        """Make the file durable."""
+        self._file.close()
+        with open(f"{self._path}.tmp", "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(f"{self._path}.tmp", self._path)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        os.unlink(f"{self._path}.tmp")
+
+
+def _create(file: Any, array: Array, items: int) -> None:
+    import h5py
+
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_obj_track_times(False)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if array.codec == "zstd":
+        properties.set_chunk((array.chunk_items, *array.item_shape))
+        properties.set_filter(_ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, ())
+    space = h5py.h5s.create_simple((_room(array, items), *array.item_shape))
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    name = array.name.replace(".", "/").encode()
+    h5py.h5d.create(file.id, name, h5py.h5t.py_create(np.dtype(array.dtype)), space, properties, links)
+
+
+def _room(array: Array, items: int) -> int:
+    """Items of the dataset: whole chunks with a codec, since a chunk may not be larger than its dataset."""
+    return items if array.codec == "none" else -(-items // array.chunk_items) * array.chunk_items
+
+
+def scan(root: str, schema: Schema, shard: int) -> dict[str, Extents]:
+    """See :mod:`shardstore.formats`."""
+    import h5py
+
+    path = f"{root}/{shard_files(schema, shard)[0]}"
+    try:
+        with h5py.File(path, "r") as file:
+            return {a.name: _scan_dataset(file[a.name.replace(".", "/")], a) for a in schema.arrays}
+    except (OSError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _scan_dataset(dataset: Any, array: Array) -> Extents:
+    if dataset.dtype != np.dtype(array.dtype) or dataset.shape[1:] != array.item_shape:
+        raise ValueError(f"dataset {dataset.name} holds {dataset.dtype}{dataset.shape}")
+    if array.codec == "none":
+        offset = dataset.id.get_offset()
+        if offset is None and dataset.size:
+            raise ValueError(f"dataset {dataset.name} is not contiguous")
+        return np.array([[offset or 0, dataset.nbytes]], np.int64)
+    found: list[tuple[int, int, int]] = []
+    dataset.id.chunk_iter(lambda c: found.append((c.chunk_offset[0], c.byte_offset, c.size)))
+    return np.array(sorted(found), np.int64).reshape(-1, 3)[:, 1:]
+
+
+def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: str) -> None:
+    """Write the file that shows all shards as one: ``main`` ends in the store's own name, in whatever folder."""
+    import h5py
+
+    folder = f"{os.path.basename(main)}{HDF5_FOLDER}/{schema.fingerprint}"
+    with h5py.File(main, "w", libver=_LIBVER) as file:
+        for array in schema.arrays:
+            per_sample = not array.name.endswith(".data")
+            total = schema.samples if per_sample else schema.shards * array.shard_items
+            layout = h5py.VirtualLayout((total, *array.item_shape), array.dtype)
+            for shard, count in enumerate(items[array.name]):
+                if count:
+                    name = f"{folder}/{shard_files(schema, shard)[0]}"
+                    shape = (_room(array, count), *array.item_shape)
+                    source = h5py.VirtualSource(name, array.name.replace(".", "/"), shape)
+                    first = shard * array.shard_items
+                    layout[first : first + count] = source[:count]
+            file.create_virtual_dataset(array.name.replace(".", "/"), layout, fillvalue=0)
+        links = file.create_group(_LINKS)
+        for shard in range(schema.shards):
+            name = shard_files(schema, shard)[0]
+            links[name.removesuffix(".h5")] = h5py.ExternalLink(f"{folder}/{name}", "/")
+    with open(main, "rb+") as f:
+        os.fsync(f.fileno())

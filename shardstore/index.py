@@ -1,0 +1,217 @@
+"""The format of a store: this docstring is its specification, ``docs/format.md`` explains it at more length.
+
+Format version 0 (not frozen yet; a later version may not read it).
+
+**Fields and arrays.** A store is a table: ``samples`` rows, named columns (*fields*). On disk a field is one or more
+*arrays* whose first axis counts items:
+
+========= =============================================== ==========================================================
+kind      what a sample is                                arrays (items)
+========= =============================================== ==========================================================
+`array`   one array, same dtype and shape for all         ``F`` (samples)
+`bytes`   a string of bytes: an image file, text          ``F.data`` (bytes), ``F.start`` ``F.length`` ``F.crc32c``
+`ragged`  one array, shape varies                         the same, ``F.data`` counting elements, and ``F.shape``
+========= =============================================== ==========================================================
+
+Sample ``i`` of a bytes or ragged field is ``data[start[i] : start[i] + length[i]]``, for ragged reshaped to
+``shape[i]``; ``crc32c[i]`` is the CRC-32C of its bytes (little-endian, C order).
+
+**Shards.** Shard ``k`` holds the samples ``k * shard_samples`` on; only the last may be short. Files of shard ``k``,
+below the folder that holds ``shardstore.json`` (:func:`shardstore.schema.shard_files`):
+
+- npy: ``image/00000.npy``, ``image/00000.data.npy``, … one for each array; ``start`` counts from the file's begin.
+- zarr: ``image/c/0/0/0/0``, ``image/data/c/0``, … one shard object of Zarr v3's sharding codec for each array.
+- hdf5: ``00000.h5`` with a dataset for each array (``image``, ``image/data``, …).
+
+In zarr and hdf5 ``start`` counts in the whole array, where shard ``k`` begins at item ``k * shard_items``.
+
+**Chunks.** A chunk is a run of samples of one array with one checksum: ``offset`` and ``nbytes`` in the shard's file
+(as stored, after the codec), ``crc32c`` of these bytes, ``first`` sample and ``count``, ``shard``. A chunk of an array
+field has ``chunk_items`` samples, or what is left of the shard. A chunk of ``F.data`` holds whole samples; without a
+codec these stand one after the other, with a codec each chunk decodes to ``chunk_items`` items, the last ones padding.
+``F.start`` and its like have one chunk a shard. Compressed chunks decode to ``chunk_items`` items, padding included.
+
+**Files of the index**, all written last, ``shardstore.json`` last of all:
+
+- ``index/<array>.npy``: the chunk table, a one-dimensional structured array of :data:`shardstore.schema.CHUNK`, in order of samples.
+- ``index/shards.npy``: one row a shard (:func:`shardstore.schema.shard_dtype`): ``first``, ``count``; for each array the first ``rows`` of
+  its chunk table; for each file ``size`` and ``crc32c``; for each field ``content``, a CRC-32C of its values in this
+  shard: of the uncompressed items for an array field, else of the arrays ``length``, ``crc32c`` and ``shape``.
+- ``shardstore.json``: the schema; ``files``: size and CRC-32C of every other file but the shards; ``crc32c`` of itself,
+  taken with the eight digits of that value as zeros.
+
+So each byte of a store is under a checksum that is under another, up to the JSON's own.
+
+**Fingerprint**: the first 32 hexadecimal digits of the SHA-256 of the fields, sample counts and ``content`` checksums.
+It does not depend on container or codec.
+
+**Places.** npy and zarr: the store is a folder. hdf5: the store is the file ``NAME.h5`` (virtual datasets over the
+shards, one external link a shard), and shards and index lie in ``NAME.h5.shards/<fingerprint>/``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardstore.errors import DamagedStoreError, NoStoreError, Problem
+from shardstore.files import crc32c, write_file
+from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_files
+
+JSON_NAME = "shardstore.json"
+PARTIAL = ".partial"
+_MAX_JSON = 1 << 28  # a class list of millions fits; what is larger is no schema
+_REPAIR = "Restore the store from a copy, or convert the source again with --overwrite."
+
+
+class Index:
+    """An opened index: the schema, the shard table in memory, chunk tables mapped on first use.
+
+    Attributes:
+        path: the store, absolute, as the user names it.
+        root: the folder of ``shardstore.json``.
+        schema: what it says.
+        shards: the shard table.
+    """
+
+    def __init__(self, path: str, root: str, schema: Schema, shards: Table) -> None:
+        self.path, self.root, self.schema, self.shards = path, root, schema, shards
+        self._tables: dict[str, Table] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A spawned worker opens the index itself: a pickled memory map would carry its data along.
+        return load, (self.path, self.schema.fingerprint)
+
+    def table(self, array: str) -> Table:
+        """The chunk table of an array, of dtype :data:`CHUNK`."""
+        if array not in self._tables:
+            self._tables[array] = _load_table(self.path, f"{self.root}/index/{array}.npy", CHUNK)
+        return self._tables[array]
+
+    def rows(self, shard: int, array: str) -> slice:
+        """Which rows of that table belong to a shard."""
+        number = self.schema.array(array)[0]
+        first = int(self.shards["rows"][shard, number])
+        last = int(self.shards["rows"][shard + 1, number]) if shard + 1 < len(self.shards) else len(self.table(array))
+        return slice(first, last)
+
+    def shard_path(self, shard: int, array: str) -> str:
+        """The file that holds a shard's part of an array."""
+        number = self.schema.array(array)[0]
+        return f"{self.root}/{shard_files(self.schema, shard)[self.schema.file_number(number)]}"
+
+
+def locate(path: str | Path) -> str:
+    """The folder that holds ``shardstore.json`` for the store of this name.
+
+    Raises:
+        NoStoreError: nothing there is a finished store.
+    """
+    path = os.fspath(path)
+    if os.path.isfile(f"{path}/{JSON_NAME}"):
+        return os.path.abspath(path)
+    shards = path + HDF5_FOLDER
+    if os.path.isdir(shards) and os.path.isfile(path):
+        found = sorted(e.path for e in os.scandir(shards) if os.path.isfile(f"{e.path}/{JSON_NAME}"))
+        if len(found) > 1:  # an interrupted --overwrite leaves two: the file itself says which is its own
+            found = [f for f in found if _belongs(f, path)]
+        if found:
+            return os.path.abspath(found[0])
+    raise NoStoreError(_why_no_store(path))
+
+
+def _belongs(root: str, path: str) -> bool:
+    try:
+        with open(f"{root}/{JSON_NAME}", "rb") as f, open(path, "rb") as h5:
+            content = h5.read()
+            return (from_json(f.read()).files or {}).get(".h5") == (len(content), crc32c(content))
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _why_no_store(path: str) -> Problem:
+    if os.path.isdir(path + PARTIAL):
+        return Problem("unfinished: its conversion was interrupted", path, hint="Run the same `shardstore convert` again.")
+    if not os.path.exists(path):
+        if os.path.isdir(path + HDF5_FOLDER):
+            return Problem("the HDF5 file itself is missing", path, hint=f"It belongs beside {path}{HDF5_FOLDER}.")
+        return Problem("no such file or folder", path)
+    if os.path.isfile(path):
+        hint = f"An HDF5 store is two names: this file and {path}{HDF5_FOLDER}; they move and are renamed together."
+        return Problem("not a shardstore store", path, hint=hint)
+    hint = f"To make one from a folder of images: shardstore convert {path} OUT.zarr"
+    return Problem(f"not a shardstore store: no {JSON_NAME} in it", path, hint=hint)
+
+
+def load(path: str | Path, fingerprint: str | None = None) -> Index:
+    """Open the index of a store. Cost does not grow with the number of samples.
+
+    Args:
+        path: the store.
+        fingerprint: if given, the store must still be this one.
+
+    Raises:
+        NoStoreError: there is no finished store.
+        DamagedStoreError: its description or shard table is damaged, or a file of the index is missing or cut.
+    """
+    path = os.path.abspath(path)
+    root = locate(path)
+    schema = _load_schema(path, root)
+    if fingerprint not in (None, schema.fingerprint):
+        raise DamagedStoreError(Problem("the store was replaced while it was in use", path, hint="Open it again."))
+    for name, (size, _) in (schema.files or {}).items():
+        file = path if name == ".h5" else f"{root}/{name}"
+        got = os.path.getsize(file) if os.path.isfile(file) else None
+        if got != size:
+            what = "a file of the store is missing" if got is None else "a file of the store has another size"
+            raise DamagedStoreError(Problem(what, file, expected=f"{size} bytes", got=f"{got}", hint=_REPAIR))
+    shards = np.array(_load_table(path, f"{root}/index/shards.npy", shard_dtype(schema)))
+    if len(shards) != schema.shards:
+        what = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
+        raise DamagedStoreError(replace(what, hint=_REPAIR))
+    return Index(path, root, schema, shards)
+
+
+def _load_schema(path: str, root: str) -> Schema:
+    file = f"{root}/{JSON_NAME}"
+    try:
+        if os.path.getsize(file) > _MAX_JSON:
+            raise ValueError(f"it is larger than {_MAX_JSON} bytes")
+        with open(file, "rb") as f:
+            return from_json(f.read())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
+
+
+def _load_table(path: str, file: str, dtype: np.dtype[np.void]) -> Table:
+    try:
+        table = np.load(file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(table, np.ndarray) or table.dtype != dtype or table.ndim != 1:
+            raise ValueError("it holds another kind of array")
+    except (OSError, ValueError, EOFError) as error:
+        raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
+    return table
+
+
+def npy_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    """An array as the content of a ``.npy`` file (NEP 1)."""
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=False)
+    return out.getvalue()
+
+
+def write_index(root: str | Path, schema: Schema, shards: Table, tables: Sequence[Table]) -> Schema:
+    """Write the index files into ``root``, all but ``shardstore.json``; returns the schema that lists them."""
+    os.makedirs(f"{root}/index", exist_ok=True)
+    files = dict(schema.files or {})
+    for name, table in zip(["shards", *(a.name for a in schema.arrays)], [shards, *tables], strict=True):
+        data = npy_bytes(table)
+        write_file(f"{root}/index/{name}.npy", data)
+        files[f"index/{name}.npy"] = (len(data), crc32c(data))
+    return replace(schema, files=dict(sorted(files.items())))

@@ -1,0 +1,114 @@
+"""The options of a conversion, checked by themselves; :mod:`shardstore.plan` checks them against a source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
+
+from shardstore.codecs import CODECS, Codec
+from shardstore.errors import OptionError
+from shardstore.images import FITS, Fit
+from shardstore.schema import Container
+
+Store = Literal["auto", "encoded", "pixels"]
+Check = Literal["full", "header"]
+OnError = Literal["stop", "skip"]
+
+# Shards: large enough for sequential disks and object stores, small enough to be many.
+SHARD_BYTES = 128 << 20
+# Chunks: at 1-2 MiB the cost of a request is small beside the bytes, and a few fit a core's cache.
+CHUNK_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of a conversion; the command's options have the same names.
+
+    Attributes:
+        format: ``zarr``, ``hdf5`` or ``npy``; None goes by the target's ending (.zarr; .h5, .hdf5; else npy).
+        store: ``encoded`` keeps the files' bytes, ``pixels`` stores decoded arrays; ``auto`` takes pixels where all
+            pictures have one size and mode and take at most twice the bytes.
+        size: (height, width), or one number for both, that pixels are brought to.
+        fit: how: ``crop`` the centre, ``pad`` with 0, or ``stretch``.
+        codec: ``none`` or ``zstd``, for pixels.
+        shard_size: bytes that a shard should have, about.
+        samples_per_shard: the exact number instead.
+        chunk_size: the most bytes of a chunk of pixels, uncompressed.
+        shuffle: store the samples in an order mixed by ``seed``.
+        seed: any integer.
+        check: ``full`` decodes every picture once, strictly; ``header`` only looks at its first bytes.
+        on_error: ``stop`` ends with a list of all bad files, ``skip`` leaves them out.
+        max_errors: stop looking for more bad files after so many.
+        workers: processes; None for one a core, 1 for the calling process alone.
+        overwrite: replace a store that is there.
+        dry_run: plan only.
+    """
+
+    format: Container | None = None
+    store: Store = "auto"
+    size: int | tuple[int, int] | None = None
+    fit: Fit = "crop"
+    codec: Codec = "none"
+    shard_size: int = SHARD_BYTES
+    samples_per_shard: int | None = None
+    chunk_size: int = CHUNK_BYTES
+    shuffle: bool = False
+    seed: int = 0
+    check: Check = "full"
+    on_error: OnError = "stop"
+    max_errors: int = 1000
+    workers: int | None = None
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for values that are impossible by themselves or together."""
+        choices: dict[str, Iterable[str]] = {
+            "store": get_args(Store),
+            "fit": FITS,
+            "codec": CODECS,
+            "check": get_args(Check),
+            "on_error": get_args(OnError),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise OptionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        for name in ("shard_size", "chunk_size", "max_errors"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1; got {getattr(self, name)}")
+        for name in ("samples_per_shard", "workers"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.size is not None and self.store == "encoded":
+            raise OptionError("size brings pictures to one size, and store='encoded' keeps files as they are: drop one")
+        if self.size is not None and min(self.height_width or (0,)) < 1:
+            raise OptionError(f"size must be one or two positive numbers; got {self.size}")
+        if self.codec != "none" and self.store == "encoded":
+            raise OptionError(f"codec={self.codec!r} is for pixels: encoded pictures are compressed already")
+
+    @property
+    def height_width(self) -> tuple[int, int] | None:
+        """``size`` as two numbers."""
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`shardstore.convert`: see :class:`ConvertOptions`."""
+
+    format: Container | None
+    store: Store
+    size: int | tuple[int, int] | None
+    fit: Fit
+    codec: Codec
+    shard_size: int
+    samples_per_shard: int | None
+    chunk_size: int
+    shuffle: bool
+    seed: int
+    check: Check
+    on_error: OnError
+    max_errors: int
+    workers: int | None
+    overwrite: bool
+    dry_run: bool

@@ -1,0 +1,229 @@
+"""The description of a store, ``shardstore.json``: its classes, its checksum, and the paths that follow from it.
+
+The whole format is specified in :mod:`shardstore.index`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from shardstore.codecs import CODECS, Codec
+from shardstore.files import crc32c
+
+FORMAT_VERSION = 0
+HDF5_FOLDER = ".shards"  # beside NAME.h5
+CHUNK = np.dtype(
+    [("offset", "<u8"), ("nbytes", "<u4"), ("crc32c", "<u4"), ("first", "<i8"), ("count", "<u4"), ("shard", "<u4")]
+)
+
+Container = Literal["npy", "hdf5", "zarr"]
+Kind = Literal["array", "ragged", "bytes"]
+Content = Literal["image", "label", "text", "data"]
+CONTAINERS: tuple[Container, ...] = get_args(Container)
+Table = np.ndarray[Any, np.dtype[np.void]]
+
+_NO_CRC = '"crc32c": "00000000"'
+
+
+@dataclass(frozen=True)
+class Field:
+    """A named column.
+
+    Attributes:
+        name: an identifier.
+        kind: see the table above.
+        dtype: of a sample's elements, as numpy spells it (``|u1``); ``|u1`` for bytes.
+        shape: of a sample; -1 where it varies; ``(-1,)`` for bytes.
+        content: what the values mean: a picture (encoded, or height x width x channels), a class number, text in UTF-8
+            (with surrogateescape), or just data.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    content: Content
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array on disk.
+
+    Attributes:
+        name: the field's name, or that and a dot and the part (``image.data``).
+        dtype, item_shape: of one item.
+        shard_items: items for which a shard has room.
+        chunk_items: items of a Zarr inner chunk or HDF5 chunk; divides ``shard_items``.
+        codec: of each chunk.
+    """
+
+    name: str
+    dtype: str
+    item_shape: tuple[int, ...]
+    shard_items: int
+    chunk_items: int
+    codec: Codec
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item, uncompressed."""
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.item_shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What ``shardstore.json`` says.
+
+    Attributes:
+        container: the kind of files.
+        samples, shard_samples: see above.
+        fields, arrays: in the order of the tables' columns.
+        classes: names by class number, or None.
+        options: those of the conversion that shaped the content.
+        fingerprint: see above.
+        files: path below the folder -> (size, crc32c); for hdf5 the file itself stands under ``.h5``.
+    """
+
+    container: Container
+    samples: int
+    shard_samples: int
+    fields: tuple[Field, ...]
+    arrays: tuple[Array, ...]
+    classes: tuple[str, ...] | None
+    options: Mapping[str, Any]
+    fingerprint: str = ""
+    files: Mapping[str, tuple[int, int]] | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many shards there are."""
+        return -(-self.samples // self.shard_samples)
+
+    def field(self, name: str) -> Field:
+        """The field of this name (KeyError where there is none)."""
+        return {f.name: f for f in self.fields}[name]
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """The names of all arrays, in order."""
+        return tuple(a.name for a in self.arrays)
+
+    def array(self, name: str) -> tuple[int, Array]:
+        """Number and description of the array of this name."""
+        return self._by_name[name]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tuple[int, Array]]:
+        return {a.name: (i, a) for i, a in enumerate(self.arrays)}
+
+    def file_number(self, array: int) -> int:
+        """Which of a shard's files (:func:`shard_files`) holds this array."""
+        return 0 if self.container == "hdf5" else array
+
+
+def parts(kind: Kind) -> tuple[str, ...]:
+    """The names of a field's arrays after its own name, the first holding the values."""
+    if kind == "array":
+        return ("",)
+    return (".data", ".start", ".length", ".crc32c") + ((".shape",) if kind == "ragged" else ())
+
+
+def shard_files(schema: Schema, shard: int) -> list[str]:
+    """Paths of a shard's files below the store's folder, with forward slashes."""
+    if schema.container == "hdf5":
+        return [f"{shard:05d}.h5"]
+    paths = []
+    for array in schema.arrays:
+        field, _, part = array.name.partition(".")
+        if schema.container == "npy":
+            paths.append(f"{field}/{shard:05d}.{part}.npy" if part else f"{field}/{shard:05d}.npy")
+        else:
+            zeros = "/0" * len(array.item_shape)
+            paths.append(f"{array.name.replace('.', '/')}/c/{shard}{zeros}")
+    return paths
+
+
+def shard_dtype(schema: Schema) -> np.dtype[np.void]:
+    """The dtype of the shard table of such a store."""
+    arrays, fields = len(schema.arrays), len(schema.fields)
+    files = 1 if schema.container == "hdf5" else arrays
+    return np.dtype(
+        [
+            ("first", "<i8"),
+            ("count", "<i8"),
+            ("rows", "<i8", (arrays,)),
+            ("size", "<i8", (files,)),
+            ("crc32c", "<u4", (files,)),
+            ("content", "<u4", (fields,)),
+        ]
+    )
+
+
+def fingerprint(schema: Schema, shards: Table) -> str:
+    """The store's fingerprint: see the specification above."""
+    head = [[asdict(f) for f in schema.fields], schema.samples, schema.shard_samples]
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(shards["content"]).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def to_json(schema: Schema) -> bytes:
+    """``shardstore.json`` with its checksum."""
+    text = json.dumps({"shardstore": FORMAT_VERSION, **asdict(schema), "crc32c": "00000000"}, indent=1) + "\n"
+    before, _, after = text.rpartition(_NO_CRC)
+    return f"{before}{_NO_CRC[:-9]}{crc32c(text.encode()):08x}\"{after}".encode()
+
+
+def from_json(data: bytes) -> Schema:
+    """Read and check ``shardstore.json``.
+
+    Raises:
+        ValueError: it is not one, is damaged, or belongs to another version of the format.
+    """
+    text = data.decode("ascii")
+    where = text.rfind(_NO_CRC[:-9]) + len(_NO_CRC) - 9
+    found, zeroed = text[where : where + 8], f"{text[:where]}00000000{text[where + 8 :]}"
+    raw = json.loads(text)
+    if not isinstance(raw, dict) or "shardstore" not in raw:
+        raise ValueError("this is not the description of a store")
+    if raw["shardstore"] != FORMAT_VERSION:
+        raise ValueError(f"format version {raw['shardstore']}, and this release reads {FORMAT_VERSION}")
+    if found != f"{crc32c(zeroed.encode()):08x}":
+        raise ValueError(f"its checksum should be {crc32c(zeroed.encode()):08x} and is {found}")
+    del raw["shardstore"], raw["crc32c"]
+    raw["fields"] = tuple(Field(**{**f, "shape": tuple(f["shape"])}) for f in raw["fields"])
+    raw["arrays"] = tuple(Array(**{**a, "item_shape": tuple(a["item_shape"])}) for a in raw["arrays"])
+    raw["files"] = {path: (int(size), int(crc)) for path, (size, crc) in raw["files"].items()}
+    raw["classes"] = None if raw["classes"] is None else tuple(raw["classes"])
+    schema = Schema(**raw)
+    _check_schema(schema)
+    return schema
+
+
+def _check_schema(schema: Schema) -> None:
+    """Raise ValueError unless all parts fit together, so that later code may rely on them."""
+
+    def sure(condition: bool, what: str) -> None:
+        if not condition:
+            raise ValueError(what)
+
+    sure(schema.container in CONTAINERS, f"unknown container {schema.container!r}")
+    sure(schema.samples > 0 and schema.shard_samples > 0, "sample counts must be positive")
+    sure(all(f.name.isidentifier() and f.name[0] != "_" for f in schema.fields), "a field's name is no identifier")
+    sure(all(f.kind in get_args(Kind) for f in schema.fields), "unknown kind of field")
+    sure([a.name for a in schema.arrays] == [f.name + p for f in schema.fields for p in parts(f.kind)], "arrays differ")
+    for array in schema.arrays:
+        sure(np.dtype(array.dtype).kind in "biuf", f"array {array.name} has dtype {array.dtype}")
+        sure(array.codec in CODECS, f"unknown codec {array.codec!r}")
+        sure(0 < array.chunk_items <= array.shard_items, f"array {array.name} has impossible chunks")
+        sure(array.shard_items % array.chunk_items == 0, f"array {array.name}: chunks do not divide the shard")
+    for path in schema.files or ():
+        sure(not os.path.isabs(path) and ".." not in path.split("/"), f"path {path!r} leads out of the store")

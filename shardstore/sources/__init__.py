@@ -1,0 +1,82 @@
+"""Where samples come from: one module a kind of source, each with a class that offers what :class:`Source` lists.
+
+Sources know keys, columns and bytes; they know no shards, and pixels only where the source itself holds arrays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardstore.errors import Problem, SourceError
+from shardstore.schema import Field
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Source(Protocol):
+    """Samples in a fixed order.
+
+    Attributes:
+        fields: what each sample consists of, as the source has it.
+        classes: names by class number, or None.
+        notes: what was left out or is odd, one sentence each.
+        in_process: the source cannot be sent to worker processes.
+    """
+
+    fields: tuple[Field, ...]
+    classes: tuple[str, ...] | None
+    notes: list[str]
+    in_process: bool
+
+    def __len__(self) -> int: ...
+
+    def take(self, numbers: Numbers) -> Source:
+        """The source of only these samples, in this order."""
+
+    def lengths(self, field: str) -> Numbers:
+        """For a bytes or ragged field: the bytes or elements of each sample."""
+
+    def read(self, number: int) -> tuple[Any, ...]:
+        """The values of one sample, one a field: bytes or arrays.
+
+        Raises:
+            SourceError: this sample cannot be read.
+        """
+
+    def key(self, number: int) -> str:
+        """The name of a sample for people: its key, or its number."""
+
+
+def open_source(source: str | Path | Sequence[Any]) -> Source:
+    """The source that a path or a Python sequence of samples is.
+
+    Raises:
+        SourceError: it is none that can be converted.
+    """
+    if not isinstance(source, str | Path):
+        from shardstore.sources.sequence import SequenceSource
+
+        return SequenceSource.scan(source)
+    path = os.fspath(source)
+    from shardstore.errors import NoStoreError
+    from shardstore.index import load
+
+    try:
+        index = load(path)
+    except NoStoreError as error:
+        if os.path.isdir(path):
+            from shardstore.sources.folder import FolderSource
+
+            return FolderSource.scan(path)
+        if os.path.exists(path):
+            hint = "A source is a folder of images, or a store."
+            raise SourceError(Problem("neither a folder nor a store", path, hint=hint)) from error
+        raise SourceError(Problem("no such file or folder", path)) from None
+    from shardstore.sources.store import StoreSource
+
+    return StoreSource.scan(index)

@@ -1,0 +1,192 @@
+"""A folder of images, one sub-folder a class, read as torchvision's ImageFolder reads it.
+
+Classes are the folders of the root, sorted by name. Samples are ordered by class, then folder, then name. A folder
+without sub-folders is a set of images without labels. The key is the path below the root, with forward slashes.
+Hidden files and folders are skipped. A file counts as a picture by its ending or else by its first bytes; what is
+left out is noted. Links are followed, but not into a folder that contains them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardstore import images
+from shardstore.errors import Problem, SourceError
+from shardstore.schema import Field
+from shardstore.sources import Numbers
+from shardstore.sources.strings import Strings
+
+_SNIFF_BYTES = 64
+_LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"}  # what macOS, Windows and NAS boxes leave in folders
+_IMAGE = Field("image", "bytes", "|u1", (-1,), "image")
+_LABEL = Field("label", "array", "<i8", (), "label")
+_KEY = Field("key", "bytes", "|u1", (-1,), "text")
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSource:
+    """Image files below a root; see :class:`shardstore.sources.Source`."""
+
+    root: str
+    keys: Strings
+    labels: Numbers
+    sizes: Numbers
+    classes: tuple[str, ...] | None
+    notes: list[str]
+    in_process: bool = False
+
+    @classmethod
+    def scan(cls, root: str) -> FolderSource:
+        """List a folder.
+
+        Raises:
+            SourceError: no picture is in it.
+        """
+        root = os.path.abspath(root)
+        found = _Found(root)
+        folders, loose = _list(root)
+        if folders:
+            names = sorted(name for name, _ in folders)
+            for label, name in enumerate(names):
+                found.add_class(label, name)
+            pictures = [name for name, _ in loose if found.is_picture(f"{root}/{name}")]
+            if pictures:
+                found.note("files loose in the root have no class and were left out", pictures)
+        else:
+            names = []
+            found.add(0, "", loose)
+        if not found.keys:
+            hint = "Expected: ROOT/CLASS/picture.jpg, or pictures in the folder itself."
+            raise SourceError(Problem("no pictures in this folder", root, hint=hint))
+        return cls(
+            root,
+            Strings.pack(found.keys),
+            np.array(found.labels, np.int64),
+            np.array(found.sizes, np.int64),
+            tuple(names) if names else None,
+            found.finish_notes(),
+        )
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Image, label (where there are classes), key."""
+        return (_IMAGE, _KEY) if self.classes is None else (_IMAGE, _LABEL, _KEY)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def take(self, numbers: Numbers) -> FolderSource:
+        """These files, in this order."""
+        picked = {"keys": self.keys.take(numbers), "labels": self.labels[numbers], "sizes": self.sizes[numbers]}
+        return replace(self, **picked, notes=[])
+
+    def lengths(self, field: str) -> Numbers:
+        """Bytes of each file, or of each key."""
+        return self.sizes if field == "image" else self.keys.lengths()
+
+    def read(self, number: int) -> tuple[Any, ...]:
+        """A file's bytes, its label and key."""
+        path = f"{self.root}/{self.keys[number]}"
+        try:
+            with open(path, "rb") as f:
+                data = f.read()
+        except OSError as error:
+            raise SourceError(error.strerror or str(error)) from error
+        if len(data) != self.sizes[number]:
+            what = Problem("the file changed during the conversion", expected=f"{self.sizes[number]} bytes")
+            raise SourceError(replace(what, got=f"{len(data)}"))
+        key = self.keys.encoded(number)
+        return (data, key) if self.classes is None else (data, self.labels[number], key)
+
+    def key(self, number: int) -> str:
+        """The path below the root."""
+        return self.keys[number]
+
+
+class _Found:
+    """What a scan has met so far."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.keys: list[str] = []
+        self.labels: list[int] = []
+        self.sizes: list[int] = []
+        self._suffixes = images.suffixes()
+        self._notes: dict[str, list[str]] = {}
+
+    def note(self, what: str, names: list[str]) -> None:
+        self._notes.setdefault(what, []).extend(names)
+
+    def finish_notes(self) -> list[str]:
+        notes = []
+        for what, names in self._notes.items():
+            shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            notes.append(f"{len(names)} {what}: {shown}")
+        return notes
+
+    def add_class(self, label: int, name: str) -> None:
+        before = len(self.keys)
+        for folder, files in sorted(_walk(f"{self.root}/{name}", self)):
+            self.add(label, os.path.relpath(folder, self.root).replace(os.sep, "/") + "/", files)
+        if len(self.keys) == before:
+            self.note("class folders hold no picture", [name])
+
+    def add(self, label: int, prefix: str, files: list[tuple[str, int]]) -> None:
+        for name, size in sorted(files):
+            if self.is_picture(f"{self.root}/{prefix}{name}"):
+                self.keys.append(prefix + name)
+                self.labels.append(label)
+                self.sizes.append(size)
+            else:
+                self.note("files are no pictures and were left out", [prefix + name])
+
+    def is_picture(self, path: str) -> bool:
+        if os.path.splitext(path)[1].lower() in self._suffixes:
+            return True
+        try:
+            with open(path, "rb") as f:
+                return images.looks_like_picture(f.read(_SNIFF_BYTES))
+        except OSError:
+            return False
+
+
+def _list(folder: str) -> tuple[list[tuple[str, os.DirEntry[str]]], list[tuple[str, int]]]:
+    """Sub-folders, and files with sizes (0 for what cannot be looked at: reading it will say why)."""
+    folders, files = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _LITTER:
+                continue
+            if entry.is_dir():
+                folders.append((entry.name, entry))
+            else:
+                try:
+                    files.append((entry.name, entry.stat().st_size))
+                except OSError:
+                    files.append((entry.name, 0))
+    return folders, files
+
+
+def _walk(folder: str, found: _Found, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[str, Any]]:
+    """This folder and all below it, with their files."""
+    info = os.stat(folder)
+    if (info.st_dev, info.st_ino) in (*above, _identity(found.root)):
+        found.note("links lead back to a folder that contains them and were not followed", [folder])
+        return
+    try:
+        folders, files = _list(folder)
+    except OSError as error:
+        raise SourceError(Problem(f"the folder cannot be read: {error.strerror}", folder)) from error
+    yield folder, files
+    for name, _ in folders:
+        yield from _walk(f"{folder}/{name}", found, (*above, (info.st_dev, info.st_ino)))
+
+
+def _identity(path: str) -> tuple[int, int]:
+    info = os.stat(path)
+    return info.st_dev, info.st_ino

@@ -1,0 +1,62 @@
+"""Another store: all its fields, in its order, bytes unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardstore.chunks import Reader
+from shardstore.errors import ShardstoreError, SourceError
+from shardstore.index import Index
+from shardstore.schema import Field
+from shardstore.sources import Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class StoreSource:
+    """The samples of a store; see :class:`shardstore.sources.Source`."""
+
+    reader: Reader
+    numbers: Numbers
+    notes: list[str]
+    in_process: bool = False
+
+    @classmethod
+    def scan(cls, index: Index) -> StoreSource:
+        """All samples of a store."""
+        return cls(Reader(index), np.arange(index.schema.samples), [])
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Those of the store."""
+        return self.reader.index.schema.fields
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Those of the store."""
+        return self.reader.index.schema.classes
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, numbers: Numbers) -> StoreSource:
+        """These samples, in this order."""
+        return replace(self, numbers=self.numbers[numbers])
+
+    def lengths(self, field: str) -> Numbers:
+        """Elements of each sample of a bytes or ragged field."""
+        return self.reader.lengths(field)[self.numbers]
+
+    def read(self, number: int) -> tuple[Any, ...]:
+        """The values of one sample."""
+        sample = self.numbers[number : number + 1]
+        try:
+            return tuple(self.reader.read(f.name, sample)[0] for f in self.fields)
+        except ShardstoreError as error:
+            raise SourceError(error.problem) from error
+
+    def key(self, number: int) -> str:
+        """The sample's key in that store."""
+        return self.reader.key(int(self.numbers[number])) or f"sample {self.numbers[number]}"
