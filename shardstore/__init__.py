@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardstore.chunks import ReadOptions
-    from shardstore.convert import convert
+    from shardstore.conversion import convert
     from shardstore.dataset import Dataset, open
     from shardstore.errors import (
         DamagedStoreError,
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         SourceError,
         StackError,
     )
-    from shardstore.export import export
+    from shardstore.exporting import export
     from shardstore.loader import ShardDataset
-    from shardstore.validate import validate
+    from shardstore.validation import validate
 
 __all__ = [
     "DamagedStoreError",
@@ -49,10 +49,10 @@ _HOMES = {
     "Dataset": "dataset",
     "ReadOptions": "chunks",
     "ShardDataset": "loader",
-    "convert": "convert",
-    "export": "export",
+    "convert": "conversion",
+    "export": "exporting",
     "open": "dataset",
-    "validate": "validate",
+    "validate": "validation",
 }
 
 

@@ -17,6 +17,7 @@ from shardstore.codecs import decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
 from shardstore.index import Index
+from shardstore.schema import parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -129,6 +130,17 @@ class Reader:
         """Elements of every sample of a bytes or ragged field: int64 of shape (samples,)."""
         counts = self.index.shards["count"]
         return np.concatenate([self._part(field, "length", s)[:n] for s, n in enumerate(counts.tolist())])
+
+    def content(self, field: str, shard: int) -> int:
+        """The ``content`` checksum of a bytes or ragged field in one shard (see :mod:`shardstore.index`)."""
+        crc, count = 0, int(self.index.shards["count"][shard])
+        for part in parts(self.index.schema.field(field).kind)[2:]:
+            crc = crc32c(self._part(field, part[1:], shard)[:count].reshape(-1).view(np.uint8), crc)
+        return crc
+
+    def check_chunk(self, array: str, row: int) -> None:
+        """Read a chunk and raise DamagedStoreError unless its bytes are those that were written."""
+        self._load_chunk(array, self._row(array, row))
 
     def key(self, sample: int) -> str | None:
         """The key of a sample, or None where there is none or it cannot be read."""

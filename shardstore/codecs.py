@@ -38,7 +38,9 @@ def decode(codec: Codec, stored: Bytes, out: Bytes) -> None:
         return
     import numcodecs.zstd
 
-    if (size := _content_size(stored[:18].tobytes())) != out.nbytes:  # zstd would leave the rest of a larger buffer as it was
+    if (
+        size := _content_size(stored[:18].tobytes())
+    ) != out.nbytes:  # zstd would leave the rest of a larger buffer as it was
         raise ValueError(f"the zstd frame says {size} bytes, the index {out.nbytes}")
     try:
         numcodecs.zstd.decompress(stored, out)

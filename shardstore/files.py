@@ -13,7 +13,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-_MAX_OPEN = 32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
+_MAX_OPEN = (
+    32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
+)
 _COPY_BYTES = 1 << 20
 _HAS_PREAD = hasattr(os, "pread")  # not on Windows
 

@@ -93,8 +93,8 @@ def from_pil(image: PilImage.Image) -> Array:
     """A Pillow image as the array that the rule at the top of this module says."""
     dtype = _EXACT_MODES.get(image.mode)
     if dtype is None:
-        return np.asarray(image.convert("RGB"))
-    return np.asarray(image).astype(dtype, copy=False)[:, :, None]
+        return np.array(image.convert("RGB"))  # a copy: Pillow's own memory is read-only, and torch wants to write
+    return np.array(image).astype(dtype, copy=False)[:, :, None]
 
 
 def to_pil(array: Array) -> PilImage.Image:

@@ -137,7 +137,9 @@ def _belongs(root: str, path: str) -> bool:
 
 def _why_no_store(path: str) -> Problem:
     if os.path.isdir(path + PARTIAL):
-        return Problem("unfinished: its conversion was interrupted", path, hint="Run the same `shardstore convert` again.")
+        return Problem(
+            "unfinished: its conversion was interrupted", path, hint="Run the same `shardstore convert` again."
+        )
     if not os.path.exists(path):
         if os.path.isdir(path + HDF5_FOLDER):
             return Problem("the HDF5 file itself is missing", path, hint=f"It belongs beside {path}{HDF5_FOLDER}.")

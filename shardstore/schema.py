@@ -179,7 +179,7 @@ def to_json(schema: Schema) -> bytes:
     """``shardstore.json`` with its checksum."""
     text = json.dumps({"shardstore": FORMAT_VERSION, **asdict(schema), "crc32c": "00000000"}, indent=1) + "\n"
     before, _, after = text.rpartition(_NO_CRC)
-    return f"{before}{_NO_CRC[:-9]}{crc32c(text.encode()):08x}\"{after}".encode()
+    return f'{before}{_NO_CRC[:-9]}{crc32c(text.encode()):08x}"{after}'.encode()
 
 
 def from_json(data: bytes) -> Schema:

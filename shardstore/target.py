@@ -64,7 +64,7 @@ class Target:
         return True
 
     def _partial_is_ours(self) -> bool:
-        return os.path.isfile(f"{self._partial}/{_MARKER}") or os.path.isdir(self._partial) and not os.listdir(self._partial)  # fmt: skip
+        return os.path.isfile(f"{self._partial}/{_MARKER}") or (os.path.isdir(self._partial) and not os.listdir(self._partial))  # fmt: skip
 
     def begin(self) -> None:
         """Make the empty ``.partial`` folder."""

@@ -15,8 +15,8 @@ from shardstore import formats, images
 from shardstore.codecs import encode
 from shardstore.errors import ImageError, Problem, SourceError
 from shardstore.files import checksum_file, crc32c
-from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
 from shardstore.plan import Recipe, chunk_room
+from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
 from shardstore.sources import Source
 
 
@@ -73,7 +73,7 @@ def write_shard(task: Task) -> ShardResult:
         columns = [_column(field, task, writer) for field in task.schema.fields]
         for number in range(len(task.source)):
             try:
-                values = _make(task, number)
+                values = make_values(task.source, number, task.schema.fields, task.recipe)
             except SourceError as error:
                 problem = error.problem
                 rejects.append((number, replace(problem, key=problem.key or task.source.key(number))))
@@ -95,18 +95,23 @@ def write_shard(task: Task) -> ShardResult:
     return _result(task, columns)
 
 
-def _make(task: Task, number: int) -> list[Any]:
-    values = list(task.source.read(number))
-    for column, (field, pixels) in enumerate(zip(task.schema.fields, task.recipe.pixels, strict=True)):
+def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: Recipe) -> list[Any]:
+    """The values to store of one sample of the source.
+
+    Raises:
+        SourceError: it cannot be read, or a picture is bad.
+    """
+    values = list(source.read(number))
+    for column, (field, pixels) in enumerate(zip(fields, recipe.pixels, strict=True)):
         value = values[column]
         if pixels:
             array = images.decode(value) if isinstance(value, bytes) else value
-            if task.recipe.size:
-                array = images.resize(array, task.recipe.size, task.recipe.fit)
+            if recipe.size:
+                array = images.resize(array, recipe.size, recipe.fit)
             values[column] = _fitting(field, array)
-        elif field.content == "image" and task.recipe.check == "full":
+        elif field.content == "image" and recipe.check == "full":
             images.decode(value)
-        elif field.content == "image" and task.recipe.check == "header":
+        elif field.content == "image" and recipe.check == "header":
             images.probe(value)
     return values
 

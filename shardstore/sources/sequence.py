@@ -77,7 +77,9 @@ class SequenceSource:
         values = [_value(v) for v in _values(self.sequence[i])]
         for column, (field, value) in enumerate(zip(self.fields, values, strict=True)):
             if value.size != self.counts[i, column]:
-                raise SourceError(f"field {field.name} had {self.counts[i, column]} elements when read first, now {value.size}")
+                raise SourceError(
+                    f"field {field.name} had {self.counts[i, column]} elements when read first, now {value.size}"
+                )
         return tuple(v.tobytes() if f.kind == "bytes" else v for f, v in zip(self.fields, values, strict=True))
 
     def key(self, number: int) -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from shardstore import formats, images, order, prove
 from shardstore.errors import Problem, ShardstoreError, SourceError, printable
-from shardstore.files import checksum_file, crc32c, write_file
+from shardstore.files import checksum_file, write_file
 from shardstore.index import JSON_NAME, Index, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
+from shardstore.pool import Pool
 from shardstore.schema import Schema, Table, fingerprint, shard_dtype, to_json
 from shardstore.sources import Numbers, Source, open_source
 from shardstore.target import Target, container_of
@@ -27,8 +28,6 @@ from shardstore.write import ShardResult, Task, write_shard
 REJECTS = "rejects.jsonl"
 _PROBE_SAMPLES = 1024  # headers read in one task
 _SHUFFLE = 3  # what a derived key is for
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 Progress = Callable[[int, int], None]
 
 
@@ -62,7 +61,9 @@ class Summary:
         classes = f" in {len(s.classes)} classes" if s.classes else ""
         verb = "would hold" if self.dry_run else "holds"
         size = human(self.nbytes)
-        per_second = "" if self.dry_run else f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
+        per_second = (
+            "" if self.dry_run else f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
+        )
         lines = [
             f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {size} in {s.shards} shards{per_second}",
             f"stored as {kind}" + (f": {self.reason}" if self.reason else ", as asked"),
@@ -125,12 +126,14 @@ def convert(
     chosen = ConvertOptions(**options)
     container = container_of(os.fspath(target), chosen.format)
     place = Target(target, container)
-    place.check(os.fspath(source) if isinstance(source, str | Path) and os.path.isdir(source) else None, chosen.overwrite)
+    place.check(
+        os.fspath(source) if isinstance(source, str | Path) and os.path.isdir(source) else None, chosen.overwrite
+    )
     samples = open_source(source)
     if chosen.shuffle:
         key = order.derive(chosen.seed, _SHUFFLE)
         samples = samples.take(order.permute(np.arange(len(samples)), len(samples), key))
-    with _Pool(1 if samples.in_process else chosen.workers, None if samples.in_process else executor) as pool:
+    with Pool(1 if samples.in_process else chosen.workers, None if samples.in_process else executor) as pool:
         shapes = _read_shapes(samples, chosen, pool) if needs_shapes(samples, chosen) else None
         plan = make_plan(samples, container, chosen, shapes)
         if chosen.dry_run:
@@ -147,49 +150,7 @@ def convert(
     return Summary(place.path, schema, nbytes, plan.reason, rejects, samples.notes, time.monotonic() - started, False)
 
 
-class _Pool:
-    """Runs tasks on an executor, a bounded number at a time; with one worker, here."""
-
-    def __init__(self, workers: int | None, executor: Executor | None) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = workers or cores
-        self._given = executor
-        self._own: Executor | None = None
-
-    def __enter__(self) -> _Pool:
-        if self._given is None and self.workers > 1:
-            self._own = ProcessPoolExecutor(self.workers)
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._own is not None:
-            self._own.shutdown(cancel_futures=kind is not None)
-
-    def run(self, function: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
-        """Results as they come, in any order."""
-        executor = self._given or self._own
-        if executor is None:
-            yield from map(function, tasks)
-            return
-        waiting: set[Future[_R]] = set()
-        try:
-            for task in tasks:
-                waiting.add(executor.submit(function, task))
-                if len(waiting) >= 2 * self.workers:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        except BrokenExecutor as error:
-            hint = "It may have run out of memory: try fewer --workers, then run the command again."
-            raise ShardstoreError(Problem("a worker process died", hint=hint)) from error
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-def _read_shapes(source: Source, options: ConvertOptions, pool: _Pool) -> Shapes:
+def _read_shapes(source: Source, options: ConvertOptions, pool: Pool) -> Shapes:
     """The headers of all pictures; for store="auto" the first ones may already settle it."""
     ranges = [np.arange(a, min(a + _PROBE_SAMPLES, len(source))) for a in range(0, len(source), _PROBE_SAMPLES)]
     if options.store == "auto":
@@ -224,7 +185,7 @@ def _probe(task: tuple[int, Source]) -> tuple[int, Shapes]:
 class _Job:
     """Writes all shards of a plan; where files prove bad, plans again without them and keeps the shards that stay."""
 
-    def __init__(self, place: Target, pool: _Pool, options: ConvertOptions, progress: Progress) -> None:
+    def __init__(self, place: Target, pool: Pool, options: ConvertOptions, progress: Progress) -> None:
         self.place, self.pool, self.options, self.progress = place, pool, options, progress
         self.done: dict[int, ShardResult] = {}
         self.rejects: list[Problem] = []

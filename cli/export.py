@@ -1,0 +1,21 @@
+"""``shardstore export``."""
+
+from __future__ import annotations
+
+import click
+from shardstore.cli.output import progress_bar
+
+import shardstore
+
+
+@click.command(short_help="Write a store's pictures back into a folder.")
+@click.argument("store", type=click.Path())
+@click.argument("folder", type=click.Path())
+def export(store: str, folder: str) -> None:
+    """Write the pictures of STORE as files into FOLDER (new or empty), named as they were.
+
+    Encoded stores give the original files, byte for byte; pixels become PNG files.
+    """
+    with progress_bar("exporting") as progress:
+        count = shardstore.export(store, folder, progress=progress)
+    click.echo(f"{folder}: {count:,} files")

@@ -1,0 +1,50 @@
+"""The entry point: the group of commands, and how errors become exit codes.
+
+Exit codes: 0 all is well, 1 problems were found (bad files, a damaged store), 2 misuse or failure, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from shardstore.cli.convert import convert
+from shardstore.cli.export import export
+from shardstore.cli.info import info
+from shardstore.cli.output import fail, show_problems
+from shardstore.cli.validate import validate
+
+from shardstore import ShardstoreError, SourceError
+
+PROBLEMS, FAILURE, INTERRUPTED = 1, 2, 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="shardstore")
+def group() -> None:
+    """Turn image folders into sharded Zarr, HDF5 or NumPy files, and check them."""
+
+
+for command in (convert, export, info, validate):
+    group.add_command(command)
+
+
+def main() -> None:
+    """Run the command line; never ends in a traceback for bad input."""
+    try:
+        sys.exit(group.main(standalone_mode=False) or 0)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(FAILURE)
+    except SourceError as error:
+        show_problems(error.problems)
+        fail(str(error))
+        sys.exit(PROBLEMS if error.problems else FAILURE)
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted; the same command starts again")
+        sys.exit(INTERRUPTED)
+    except (ShardstoreError, OSError) as error:
+        fail(str(error))
+        sys.exit(FAILURE)

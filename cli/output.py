@@ -1,0 +1,76 @@
+"""What commands print: a progress bar on a terminal, tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import click
+
+from shardstore import Problem
+from shardstore.errors import printable
+
+_SHOWN = 50  # problems in a table; --json gives all
+
+
+def fail(message: str) -> None:
+    """One line on standard error."""
+    click.echo(f"shardstore: {printable(message)}", err=True)
+
+
+def show_json(value: Any) -> None:
+    """A value on standard output."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def show_problems(problems: Sequence[Problem]) -> None:
+    """A list on standard error: where, what, and what to do."""
+    for problem in problems[:_SHOWN]:
+        name = problem.key if problem.key and not problem.path else None
+        click.echo(f"  {printable(name)}: {_without_key(problem)}" if name else f"  {problem}", err=True)
+    if len(problems) > _SHOWN:
+        click.echo(f"  … and {len(problems) - _SHOWN} more", err=True)
+
+
+def _without_key(problem: Problem) -> str:
+    from dataclasses import replace
+
+    return str(replace(problem, key=None))
+
+
+def show_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
+    """Columns that line up, on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*head, box=None, show_header=bool(head), pad_edge=False, show_edge=False)
+    for _ in range(0 if head else len(rows[0])):
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names may hold what looks like markup
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with images/s and the time left, on a terminal only."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed or 0:,.0f} images/s")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f}"))
+    with Progress(*columns, Speed(), TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

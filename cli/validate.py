@@ -1,0 +1,39 @@
+"""``shardstore validate``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from shardstore.cli.output import progress_bar, show_json, show_problems
+
+import shardstore
+from shardstore.validation import LEVELS, Level
+
+_PROBLEMS_FOUND = 1
+
+
+@click.command(short_help="Find what is broken in a store or an image folder.")
+@click.argument("path", type=click.Path())
+@click.option("--level", type=click.Choice(LEVELS), help="Default: checksum; source where --source is given.")
+@click.option("--source", type=click.Path(), help="The folder the store was made from, to compare with.")
+@click.option("--workers", type=click.IntRange(1), help="Processes; default: one a core.")
+@click.option("--json", "as_json", is_flag=True, help="Print all problems as JSON.")
+def validate(path: str, level: Level | None, source: str | None, workers: int | None, as_json: bool) -> None:
+    """Check the store PATH, or say which files of the image folder PATH would not convert.
+
+    Levels, each with those before: structure (files, sizes, ranges), checksum (every byte), decode (every picture),
+    source (compare with the folder). Exit code 0: no problems, 1: problems found, 2: could not check.
+    """
+    depth: Level = level or ("source" if source else "checksum")
+    with progress_bar("checking", quiet=as_json) as progress:
+        problems = shardstore.validate(path, level=depth, source=source, workers=workers, progress=progress)
+    if as_json:
+        show_json([problem.to_dict() for problem in problems])
+    elif problems:
+        show_problems(problems)
+        click.echo(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {path}", err=True)
+    else:
+        click.echo(f"{path}: no problems (level {depth})")
+    if problems:
+        sys.exit(_PROBLEMS_FOUND)

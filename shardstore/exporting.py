@@ -1,0 +1,79 @@
+"""A store back into a folder of image files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardstore import images
+from shardstore.chunks import Reader
+from shardstore.conversion import Progress
+from shardstore.errors import OptionError, Problem, printable
+from shardstore.files import write_file
+from shardstore.index import load
+from shardstore.schema import Field, Schema
+
+
+def export(store: str | Path, folder: str | Path, *, progress: Progress | None = None) -> int:
+    """Write each picture of a store as a file, named by its key: ``folder/CLASS/picture.jpg``.
+
+    Encoded pictures come back byte for byte; pixels as PNG files (float: TIFF) under the key with that ending. A store
+    without keys gives ``CLASS/00000000.png``.
+
+    Args:
+        store: the store.
+        folder: must not exist, or be empty.
+        progress: called with (samples done, samples in all).
+
+    Returns:
+        The number of files.
+
+    Raises:
+        NoStoreError: there is no finished store.
+        DamagedStoreError: the store is damaged.
+        OptionError: the folder is not empty, the store holds no pictures, or a key leads out of the folder.
+    """
+    reader = Reader(load(store))
+    schema = reader.index.schema
+    field = next((f for f in schema.fields if f.content == "image"), None)
+    if field is None:
+        raise OptionError(Problem("the store holds no pictures to export", os.fspath(store)))
+    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise OptionError(Problem("the folder to export into is not empty", os.fspath(folder), hint="Choose another."))
+    for number in range(schema.samples):
+        sample = np.array([number])
+        value = reader.read(field.name, sample)[0]
+        path = os.path.join(folder, _name(reader, field, sample, value))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.exists(path):
+            raise OptionError(Problem("two samples would become the same file", path, sample=number))
+        write_file(path, value if isinstance(value, bytes) else images.encode_png(value))
+        if progress:
+            progress(number + 1, schema.samples)
+    return schema.samples
+
+
+def _name(reader: Reader, field: Field, sample: Any, value: Any) -> str:
+    schema = reader.index.schema
+    if "key.data" not in schema.array_names:
+        return f"{_class_folder(reader, schema, sample)}{int(sample[0]):08d}{_ending(field, value)}"
+    key = str(reader.read("key", sample)[0].decode("utf-8", "surrogateescape"))
+    parts = key.split("/")
+    if os.path.isabs(key) or ".." in parts or "" in parts or (os.sep != "/" and os.sep in key):
+        raise OptionError(Problem("a key leads out of the folder", key=printable(key), sample=int(sample[0])))
+    return key if field.kind == "bytes" else os.path.splitext(key)[0] + _ending(field, value)
+
+
+def _class_folder(reader: Reader, schema: Schema, sample: Any) -> str:
+    if schema.classes is None or "label" not in schema.array_names:
+        return ""
+    return schema.classes[int(reader.read("label", sample)[0])].replace("/", "_") + "/"
+
+
+def _ending(field: Field, value: Any) -> str:
+    if field.kind == "bytes":
+        return "." + images.probe(value).format.lower().replace("jpeg", "jpg")
+    return ".tif" if value.dtype.kind == "f" else ".png"

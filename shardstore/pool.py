@@ -1,0 +1,55 @@
+"""Tasks on any ``concurrent.futures`` executor, a bounded number at a time. We own no queue and no adapter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from typing import TypeVar
+
+from shardstore.errors import Problem, ShardstoreError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Pool:
+    """Runs tasks on an executor, a bounded number at a time; with one worker, here."""
+
+    def __init__(self, workers: int | None, executor: Executor | None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = workers or cores
+        self._given = executor
+        self._own: Executor | None = None
+
+    def __enter__(self) -> Pool:
+        if self._given is None and self.workers > 1:
+            self._own = ProcessPoolExecutor(self.workers)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._own is not None:
+            self._own.shutdown(cancel_futures=kind is not None)
+
+    def run(self, function: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
+        """Results as they come, in any order."""
+        executor = self._given or self._own
+        if executor is None:
+            yield from map(function, tasks)
+            return
+        waiting: set[Future[_R]] = set()
+        try:
+            for task in tasks:
+                waiting.add(executor.submit(function, task))
+                if len(waiting) >= 2 * self.workers:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BrokenExecutor as error:
+            hint = "It may have run out of memory: try fewer --workers, then run the command again."
+            raise ShardstoreError(Problem("a worker process died", hint=hint)) from error
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,216 @@
+"""From stored values to what a training loop gets: decoded pictures, transforms, named tuples, batches."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import _utils, default_collate
+
+from shardstore import images
+from shardstore.chunks import Numbers, Reader
+from shardstore.errors import ImageError, OptionError, Problem, StackError
+from shardstore.schema import Field, Schema
+
+ImageType = Literal["pil", "tensor", "numpy"]
+
+
+class Sample:
+    """A named tuple: ``image, label = sample``, ``sample.image`` and ``sample["image"]`` all work.
+
+    Each choice of fields is a class of its own (:func:`sample_type`) that can be pickled, collated and pinned.
+    """
+
+    __slots__ = ()
+    _fields: tuple[str, ...]
+
+    def __getitem__(self, item: Any) -> Any:
+        return getattr(self, item) if isinstance(item, str) else tuple.__getitem__(self, item)  # type: ignore[type-var]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._fields, tuple(self))  # type: ignore[arg-type]
+
+
+@functools.cache
+def sample_type(fields: tuple[str, ...]) -> Any:
+    """The named tuple class of samples and batches with these fields."""
+    return type("Sample", (Sample, namedtuple("Sample", fields)), {"__slots__": (), "__module__": __name__})
+
+
+def _rebuild(fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    return sample_type(fields)(*values)
+
+
+def collate(batch: Sequence[Any]) -> Any:
+    """Stack samples into one of tensors, pictures as channels_last.
+
+    Raises:
+        StackError: tensors of one field have different shapes.
+    """
+    columns = [
+        _stack(name, column, batch) for name, column in zip(batch[0]._fields, zip(*batch, strict=True), strict=True)
+    ]
+    return type(batch[0])(*columns)
+
+
+def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any]) -> Any:
+    first = column[0]
+    if not isinstance(first, torch.Tensor):
+        return default_collate(list(column))
+    for i, tensor in enumerate(column):
+        if tensor.shape != first.shape:
+            raise _cannot_stack(
+                name, (first.shape, tensor.shape), tuple(getattr(batch[j], "key", None) for j in (0, i))
+            )
+    if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
+        return default_collate([t.permute(1, 2, 0) for t in column]).permute(0, 3, 1, 2)
+    return default_collate(list(column))
+
+
+def _cannot_stack(field: str, shapes: tuple[Any, Any], keys: tuple[str | None, str | None]) -> StackError:
+    what = Problem("samples of different shapes cannot be stacked into a batch", field=field, key=keys[1])
+    hint = "Give a transform that brings pictures to one size, or convert with --size."
+    return StackError(replace(what, expected=f"{tuple(shapes[0])}", got=f"{tuple(shapes[1])}", hint=hint))
+
+
+# torch's own hook for the collation of one's types: without it the DataLoader would stack the views that make CHW of
+# HWC slowly, and answer different sizes with a message that names neither field nor remedy.
+_utils.collate.default_collate_fn_map[Sample] = lambda batch, *, collate_fn_map=None: collate(batch)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a user wants to see of a store.
+
+    Attributes:
+        fields: names; None for image and label.
+        transform: called with the image.
+        transforms: called with all values of a sample, returns as many.
+        image_type: what these get: ``pil`` (the default), ``tensor`` (uint8, CHW) or ``numpy`` (uint8, HWC); without
+            either, what samples hold (default ``tensor``).
+    """
+
+    fields: Sequence[str] | None = None
+    transform: Callable[[Any], Any] | None = None
+    transforms: Callable[..., Any] | None = None
+    image_type: ImageType | None = None
+
+    def choose(self, schema: Schema) -> tuple[Field, ...]:
+        """The chosen fields of a store.
+
+        Raises:
+            OptionError: a field that it does not have, or an unknown ``image_type``.
+        """
+        if self.image_type not in (None, *get_args(ImageType)):
+            raise OptionError(f"image_type must be one of {', '.join(get_args(ImageType))}; got {self.image_type!r}")
+        known = {f.name: f for f in schema.fields}
+        if self.fields is None:
+            names = [n for n in ("image", "label") if n in known] if "image" in known else list(known)
+        else:
+            names = [self.fields] if isinstance(self.fields, str) else list(self.fields)
+        for name in names:
+            if name not in known:
+                raise OptionError(f"the store has no field {name!r}; it has {', '.join(known)}")
+        if not names:
+            raise OptionError("fields must name at least one field")
+        return tuple(known[name] for name in names)
+
+
+class SampleReader:
+    """Reads samples and whole batches of the chosen fields."""
+
+    def __init__(self, reader: Reader, view: View) -> None:
+        self.reader, self.view = reader, view
+        self.fields = view.choose(reader.index.schema)
+        self.type = sample_type(tuple(f.name for f in self.fields))
+        self._plain = view.transform is None and view.transforms is None
+        self._image_type = view.image_type or ("tensor" if self._plain else "pil")
+
+    def samples(self, numbers: Numbers) -> Iterator[Any]:
+        """The samples of these numbers: bytes are read together, pictures decoded one by one."""
+        columns = [self.reader.read(field.name, numbers) for field in self.fields]
+        for i, number in enumerate(numbers.tolist()):
+            values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
+            yield self.type(*(values if self._plain else self._transformed(values, number)))
+
+    def batch(self, numbers: Numbers) -> Any:
+        """The samples of these numbers as one of stacked tensors."""
+        if not self._plain:
+            return collate(list(self.samples(numbers)))
+        return self.type(*(self._column(field, numbers) for field in self.fields))
+
+    def _column(self, field: Field, numbers: Numbers) -> Any:
+        values = self.reader.read(field.name, numbers)
+        if field.kind == "array":
+            return (
+                torch.from_numpy(values).permute(0, 3, 1, 2) if field.content == "image" else torch.from_numpy(values)
+            )
+        if field.content == "text":
+            return [_text(v) for v in values]
+        if field.kind == "bytes" and field.content != "image":
+            return values
+        arrays = [self._decoded(field, v, n) for v, n in zip(values, numbers.tolist(), strict=True)]
+        for array, number in zip(arrays, numbers.tolist(), strict=True):
+            if array.shape != arrays[0].shape:
+                keys = (self.reader.key(int(numbers[0])), self.reader.key(number))
+                raise _cannot_stack(field.name, (arrays[0].shape, array.shape), keys)
+        stacked = torch.from_numpy(np.stack(arrays))
+        return stacked.permute(0, 3, 1, 2) if field.content == "image" else stacked
+
+    def _value(self, field: Field, value: Any, number: int) -> Any:
+        if field.content == "image":
+            array = self._decoded(field, value, number)
+            if self._image_type == "numpy":
+                return array
+            return images.to_pil(array) if self._image_type == "pil" else torch.from_numpy(array).permute(2, 0, 1)
+        if field.content == "text":
+            return _text(value)
+        if field.content == "label":
+            return int(value)  # as ImageFolder
+        if field.kind == "bytes" or field.shape == ():
+            return value
+        return torch.from_numpy(value)
+
+    def _decoded(self, field: Field, value: Any, number: int) -> Any:
+        if field.kind != "bytes":
+            return value
+        try:
+            return images.decode(value)
+        except ImageError as error:
+            raise ImageError(self._place(error.problem, field, number)) from error
+
+    def _place(self, problem: Problem, field: Field, number: int) -> Problem:
+        index = self.reader.index
+        shard = number // index.schema.shard_samples
+        where = {"path": index.shard_path(shard, f"{field.name}.data"), "field": field.name, "shard": shard}
+        hint = "The stored bytes are those of the source: see `shardstore validate --level decode`."
+        return replace(problem, **where, sample=number, key=self.reader.key(number), hint=hint)
+
+    def _transformed(self, values: list[Any], number: int) -> Sequence[Any]:
+        try:
+            if self.view.transform is not None:
+                for i, field in enumerate(self.fields):
+                    if field.content == "image":
+                        values[i] = self.view.transform(values[i])
+            if self.view.transforms is None:
+                return values
+            result = self.view.transforms(*values)
+        except Exception as error:
+            error.add_note(f"in the transform of sample {number}, key {self.reader.key(number)}")
+            raise
+        result = result if isinstance(result, tuple | list) else (result,)
+        if len(result) != len(values):
+            names = ", ".join(f.name for f in self.fields)
+            raise OptionError(
+                f"transforms got {len(values)} values ({names}) and must return as many, not {len(result)}"
+            )
+        return result
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
