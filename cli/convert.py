@@ -70,9 +70,7 @@ class Size(click.ParamType["tuple[int, int]"]):
 )
 @click.option("--shard-size", type=Bytes(), default=SHARD_BYTES, show_default="128MiB", help="Bytes of a shard, about.")
 @click.option("--samples-per-shard", type=click.IntRange(1), help="The exact number instead.")
-@click.option(
-    "--chunk-size", type=Bytes(), default=CHUNK_BYTES, show_default="2MiB", help="Most bytes of a pixel chunk."
-)
+@click.option("--chunk-size", type=Bytes(), default=CHUNK_BYTES, show_default="2MiB", help="Most bytes of a chunk.")
 @click.option("--shuffle", is_flag=True, help="Store the samples in a mixed order.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of --shuffle.")
 @click.option(
@@ -90,7 +88,7 @@ class Size(click.ParamType["tuple[int, int]"]):
     help="End with a list of all bad files, or leave them out.",
 )
 @click.option(
-    "--max-errors", type=click.IntRange(1), default=1000, show_default=True, help="Stop listing after so many."
+    "--max-errors", type=click.IntRange(1), default=1000, show_default=True, help="List no more than so many."
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes; default: one a core.")
 @click.option("--overwrite", is_flag=True, help="Replace a store that is there.")

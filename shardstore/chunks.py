@@ -260,7 +260,7 @@ class Reader:
     # -- rows, bytes, checks ------------------------------------------------------------------------------------------
 
     def _rows_before(self, name: str) -> Numbers:
-        return self.index.shards["rows"][:, self.index.schema.array(name)[0]]  # type: ignore[no-any-return]
+        return self.index.shards["rows"][:, self.index.schema.array(name)[0]]
 
     def _row(self, name: str, row: int) -> _Chunk:
         table = self.index.table(name)

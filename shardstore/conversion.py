@@ -61,11 +61,10 @@ class Summary:
         classes = f" in {len(s.classes)} classes" if s.classes else ""
         verb = "would hold" if self.dry_run else "holds"
         size = human(self.nbytes)
-        per_second = (
-            "" if self.dry_run else f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
-        )
+        speed = f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
+        where = f"{size} in {s.shards} shards" + ("" if self.dry_run else speed)
         lines = [
-            f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {size} in {s.shards} shards{per_second}",
+            f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {where}",
             f"stored as {kind}" + (f": {self.reason}" if self.reason else ", as asked"),
         ]
         if self.rejects:

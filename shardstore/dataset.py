@@ -157,7 +157,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def info(self) -> dict[str, Any]:
         """What is in the store and how it is laid out, as plain values for JSON."""
         schema, index = self.schema, self._reader.index
-        counts = np.bincount(self.targets, minlength=len(self.classes or ())) if self.classes else []
+        counts: Any = np.bincount(self.targets, minlength=len(self.classes or ())) if self.classes else []
         return {
             "path": self.path,
             "container": schema.container,

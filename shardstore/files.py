@@ -81,7 +81,7 @@ class Files:
 
     def read_into(self, path: str, offset: int, buffer: np.ndarray[Any, Any]) -> int:
         """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
-        view, done = memoryview(buffer).cast("B"), 0
+        view, done = memoryview(buffer.data).cast("B"), 0
         with self._use(path) as fd:
             while done < len(view) and (n := _read_at(fd, view[done:], offset + done)):
                 done += n

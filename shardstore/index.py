@@ -33,10 +33,12 @@ codec these stand one after the other, with a codec each chunk decodes to ``chun
 
 **Files of the index**, all written last, ``shardstore.json`` last of all:
 
-- ``index/<array>.npy``: the chunk table, a one-dimensional structured array of :data:`shardstore.schema.CHUNK`, in order of samples.
-- ``index/shards.npy``: one row a shard (:func:`shardstore.schema.shard_dtype`): ``first``, ``count``; for each array the first ``rows`` of
-  its chunk table; for each file ``size`` and ``crc32c``; for each field ``content``, a CRC-32C of its values in this
-  shard: of the uncompressed items for an array field, else of the arrays ``length``, ``crc32c`` and ``shape``.
+- ``index/<array>.npy``: the chunk table, a one-dimensional structured array of :data:`shardstore.schema.CHUNK`, in
+  order of samples.
+- ``index/shards.npy``: one row a shard (:func:`shardstore.schema.shard_dtype`): ``first``, ``count``; for each array
+  the first of its ``rows`` in the chunk table; for each file ``size`` and ``crc32c``; for each field ``content``,
+  a CRC-32C of its values in this shard: of the uncompressed items for an array field, else of the arrays ``length``,
+  ``crc32c`` and ``shape``.
 - ``shardstore.json``: the schema; ``files``: size and CRC-32C of every other file but the shards; ``crc32c`` of itself,
   taken with the eight digits of that value as zeros.
 
@@ -175,8 +177,8 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
             raise DamagedStoreError(Problem(what, file, expected=f"{size} bytes", got=f"{got}", hint=_REPAIR))
     shards = np.array(_load_table(path, f"{root}/index/shards.npy", shard_dtype(schema)))
     if len(shards) != schema.shards:
-        what = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
-        raise DamagedStoreError(replace(what, hint=_REPAIR))
+        length = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
+        raise DamagedStoreError(replace(length, hint=_REPAIR))
     return Index(path, root, schema, shards)
 
 

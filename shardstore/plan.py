@@ -176,7 +176,7 @@ def _first_header(source: Source, field: Field) -> tuple[str, int]:
 def _counts(source: Source, field: Field, shapes: Shapes | None) -> Numbers:
     """Elements of each sample."""
     if field.kind == "ragged" and shapes is not None and field.content == "image":
-        return shapes.shapes.prod(axis=1)
+        return np.asarray(shapes.shapes.prod(axis=1))
     return source.lengths(field.name)
 
 

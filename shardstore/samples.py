@@ -30,7 +30,7 @@ class Sample:
     _fields: tuple[str, ...]
 
     def __getitem__(self, item: Any) -> Any:
-        return getattr(self, item) if isinstance(item, str) else tuple.__getitem__(self, item)  # type: ignore[type-var]
+        return getattr(self, item) if isinstance(item, str) else tuple.__getitem__(self, item)  # type: ignore[call-overload]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._fields, tuple(self))  # type: ignore[arg-type]
@@ -64,16 +64,14 @@ def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any]) -> Any:
         return default_collate(list(column))
     for i, tensor in enumerate(column):
         if tensor.shape != first.shape:
-            raise _cannot_stack(
-                name, (first.shape, tensor.shape), tuple(getattr(batch[j], "key", None) for j in (0, i))
-            )
+            raise _cannot_stack(name, (first.shape, tensor.shape), getattr(batch[i], "key", None))
     if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
         return default_collate([t.permute(1, 2, 0) for t in column]).permute(0, 3, 1, 2)
     return default_collate(list(column))
 
 
-def _cannot_stack(field: str, shapes: tuple[Any, Any], keys: tuple[str | None, str | None]) -> StackError:
-    what = Problem("samples of different shapes cannot be stacked into a batch", field=field, key=keys[1])
+def _cannot_stack(field: str, shapes: tuple[Any, Any], key: str | None) -> StackError:
+    what = Problem("samples of different shapes cannot be stacked into a batch", field=field, key=key)
     hint = "Give a transform that brings pictures to one size, or convert with --size."
     return StackError(replace(what, expected=f"{tuple(shapes[0])}", got=f"{tuple(shapes[1])}", hint=hint))
 
@@ -157,10 +155,8 @@ class SampleReader:
         arrays = [self._decoded(field, v, n) for v, n in zip(values, numbers.tolist(), strict=True)]
         for array, number in zip(arrays, numbers.tolist(), strict=True):
             if array.shape != arrays[0].shape:
-                keys = (self.reader.key(int(numbers[0])), self.reader.key(number))
-                raise _cannot_stack(field.name, (arrays[0].shape, array.shape), keys)
-        stacked = torch.from_numpy(np.stack(arrays))
-        return stacked.permute(0, 3, 1, 2) if field.content == "image" else stacked
+                raise _cannot_stack(field.name, (arrays[0].shape, array.shape), self.reader.key(number))
+        return _channels_first(torch.from_numpy(np.stack(arrays)), field)
 
     def _value(self, field: Field, value: Any, number: int) -> Any:
         if field.content == "image":
@@ -187,9 +183,9 @@ class SampleReader:
     def _place(self, problem: Problem, field: Field, number: int) -> Problem:
         index = self.reader.index
         shard = number // index.schema.shard_samples
-        where = {"path": index.shard_path(shard, f"{field.name}.data"), "field": field.name, "shard": shard}
+        where: dict[str, Any] = {"path": index.shard_path(shard, f"{field.name}.data"), "shard": shard}
         hint = "The stored bytes are those of the source: see `shardstore validate --level decode`."
-        return replace(problem, **where, sample=number, key=self.reader.key(number), hint=hint)
+        return replace(problem, **where, field=field.name, sample=number, key=self.reader.key(number), hint=hint)
 
     def _transformed(self, values: list[Any], number: int) -> Sequence[Any]:
         try:
@@ -210,6 +206,10 @@ class SampleReader:
                 f"transforms got {len(values)} values ({names}) and must return as many, not {len(result)}"
             )
         return result
+
+
+def _channels_first(batch: torch.Tensor, field: Field) -> torch.Tensor:
+    return batch.permute(0, 3, 1, 2) if field.content == "image" else batch
 
 
 def _text(value: bytes) -> str:

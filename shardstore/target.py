@@ -1,4 +1,4 @@
-"""The place being written: what may be replaced, the ``.partial`` folder, and the one rename that makes a store exist."""
+"""The place being written: what may be replaced, the ``.partial`` folder, and the rename that makes a store exist."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Target:
         return True
 
     def _partial_is_ours(self) -> bool:
-        return os.path.isfile(f"{self._partial}/{_MARKER}") or (os.path.isdir(self._partial) and not os.listdir(self._partial))  # fmt: skip
+        return os.path.isfile(f"{self._partial}/{_MARKER}") or self._partial_is_empty()
+
+    def _partial_is_empty(self) -> bool:
+        return os.path.isdir(self._partial) and not os.listdir(self._partial)
 
     def begin(self) -> None:
         """Make the empty ``.partial`` folder."""

@@ -232,7 +232,7 @@ def _check_picture(reader: Reader, field: Field, shard: int, sample: int, data: 
     except ImageError as error:
         hint = "It was stored so (--check header): mend the source file and convert again."
         path = reader.index.shard_path(shard, f"{field.name}.data")
-        where = {"path": path, "field": field.name, "shard": shard, "sample": sample}
+        where: dict[str, Any] = {"path": path, "field": field.name, "shard": shard, "sample": sample}
         return [replace(error.problem, **where, key=reader.key(sample), hint=hint)]
     return []
 
@@ -250,7 +250,7 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
     for sample in range(schema.samples):
         here = np.array([sample])
         key = reader.read("key", here)[0]
-        where = {"sample": sample, "key": key.decode("utf-8", "surrogateescape")}
+        where: dict[str, Any] = {"sample": sample, "key": key.decode("utf-8", "surrogateescape")}
         number = numbers.pop(key, None)
         if number is None:
             yield Problem("the source file is gone", folder.root, **where, hint="Convert again to drop the sample.")
@@ -261,17 +261,13 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
             yield replace(error.problem, path=folder.root, **where)
             continue
         for field, value in zip(schema.fields, values, strict=True):
-            if not np.array_equal(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, _stored(reader, field, here)):  # fmt: skip
+            stored = reader.read(field.name, here)[0]
+            if not (value == stored if isinstance(value, bytes) else np.array_equal(value, stored)):
                 yield Problem("differs from the source", folder.root, field.name, **where, hint="Convert again.")
     for key in numbers:
         text = key.decode("utf-8", "surrogateescape")
         if text not in rejected:
             yield Problem("the source file is not in the store", folder.root, key=text, hint="Convert again to add it.")
-
-
-def _stored(reader: Reader, field: Field, here: Any) -> Any:
-    value = reader.read(field.name, here)[0]
-    return np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
 
 
 def _rejected(index: Index) -> set[str]:

@@ -90,7 +90,7 @@ def _scan_object(array: Array, path: str) -> Extents:
     if (used < 0).any() or (used.sum(axis=1) > size).any():
         raise ValueError(f"{path}: an inner chunk lies outside the file")
     if array.codec != "none":
-        return used
+        return np.asarray(used)
     inner = array.chunk_items * array.item_bytes
     if (used != np.stack([np.arange(len(used)) * inner, np.full(len(used), inner)], axis=1)).any():
         raise ValueError(f"{path}: the inner chunks do not stand one after the other")

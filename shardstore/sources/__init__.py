@@ -19,19 +19,23 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Source(Protocol):
-    """Samples in a fixed order.
+    """Samples in a fixed order."""
 
-    Attributes:
-        fields: what each sample consists of, as the source has it.
-        classes: names by class number, or None.
-        notes: what was left out or is odd, one sentence each.
-        in_process: the source cannot be sent to worker processes.
-    """
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """What each sample consists of, as the source has it."""
 
-    fields: tuple[Field, ...]
-    classes: tuple[str, ...] | None
-    notes: list[str]
-    in_process: bool
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names by class number, or None."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out or is odd, one sentence each."""
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the source cannot be sent to worker processes."""
 
     def __len__(self) -> int: ...
 

@@ -82,8 +82,8 @@ class FolderSource:
 
     def take(self, numbers: Numbers) -> FolderSource:
         """These files, in this order."""
-        picked = {"keys": self.keys.take(numbers), "labels": self.labels[numbers], "sizes": self.sizes[numbers]}
-        return replace(self, **picked, notes=[])
+        keys = self.keys.take(numbers)
+        return replace(self, keys=keys, labels=self.labels[numbers], sizes=self.sizes[numbers], notes=[])
 
     def lengths(self, field: str) -> Numbers:
         """Bytes of each file, or of each key."""

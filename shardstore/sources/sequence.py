@@ -51,7 +51,7 @@ class SequenceSource:
             values = [_value(v) for v in _values(sequence[i])]
             _check_alike(i, names, first, values)
             counts[i] = [v.size for v in values]
-            shapes = [tuple(a if a == b else -1 for a, b in zip(s, v.shape, strict=True)) for s, v in zip(shapes, values, strict=True)]  # fmt: skip
+            shapes = [_common(shape, value.shape) for shape, value in zip(shapes, values, strict=True)]
         classes = getattr(sequence, "classes", None)
         raw = _values(sequence[0])
         fields = tuple(_field(*parts, classes) for parts in zip(names, raw, first, shapes, strict=True))
@@ -69,7 +69,7 @@ class SequenceSource:
     def lengths(self, field: str) -> Numbers:
         """Elements of each sample of a field."""
         column = [f.name for f in self.fields].index(field)
-        return self.counts[self.numbers, column]
+        return np.asarray(self.counts[self.numbers, column])
 
     def read(self, number: int) -> tuple[Any, ...]:
         """The values of one sample."""
@@ -85,6 +85,11 @@ class SequenceSource:
     def key(self, number: int) -> str:
         """The sample's number in the sequence."""
         return f"sample {self.numbers[number]}"
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Their shape, -1 where they differ."""
+    return tuple(x if x == y else -1 for x, y in zip(a, b, strict=True))
 
 
 def _values(sample: Any) -> list[Any]:
