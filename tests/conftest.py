@@ -90,3 +90,26 @@ def tree() -> Callable[[Path], dict[str, Path]]:
         return {f.relative_to(path.parent).as_posix(): f for f in sorted(found)}
 
     return files
+
+
+@pytest.fixture(scope="session")
+def fitted() -> Callable[..., np.ndarray[Any, Any]]:
+    """``fitted(image, (height, width), fit)``: what ``size`` and ``fit`` promise, by Pillow's own operations."""
+
+    def fit_picture(image: Image.Image, size: tuple[int, int], fit: str = "crop") -> np.ndarray[Any, Any]:
+        height, width = size
+        if fit == "stretch":
+            return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        scales = (height / image.height, width / image.width)
+        scale = max(scales) if fit == "crop" else min(scales)
+        scaled = [max(round(n * scale), 1) for n in (image.height, image.width)]
+        scaled = [max(a, b) if fit == "crop" else min(a, b) for a, b in zip(scaled, size, strict=True)]
+        image = image.resize((scaled[1], scaled[0]), Image.Resampling.BILINEAR)
+        if fit == "crop":
+            top, left = (scaled[0] - height) // 2, (scaled[1] - width) // 2
+            return np.asarray(image.crop((left, top, left + width, top + height)))
+        padded = Image.new(image.mode, (width, height))
+        padded.paste(image, ((width - scaled[1]) // 2, (height - scaled[0]) // 2))
+        return np.asarray(padded)
+
+    return fit_picture
