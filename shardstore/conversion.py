@@ -62,7 +62,7 @@ class Summary:
         verb = "would hold" if self.dry_run else "holds"
         size = human(self.nbytes)
         speed = f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
-        where = f"{size} in {s.shards} shards" + ("" if self.dry_run else speed)
+        where = f"{size} in {s.shards} shard{'s' if s.shards > 1 else ''}" + ("" if self.dry_run else speed)
         lines = [
             f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {where}",
             f"stored as {kind}" + (f": {self.reason}" if self.reason else ", as asked"),
@@ -136,7 +136,7 @@ def convert(
         shapes = _read_shapes(samples, chosen, pool) if needs_shapes(samples, chosen) else None
         plan = make_plan(samples, container, chosen, shapes)
         if chosen.dry_run:
-            return Summary(place.path, plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
+            return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
         place.begin()
         try:
             job = _Job(place, pool, chosen, progress or (lambda done, total: None))
@@ -146,7 +146,7 @@ def convert(
             raise
     place.commit(schema.fingerprint)
     nbytes = _store_bytes(place.path, schema)
-    return Summary(place.path, schema, nbytes, plan.reason, rejects, samples.notes, time.monotonic() - started, False)
+    return Summary(os.fspath(target), schema, nbytes, plan.reason, rejects, samples.notes, time.monotonic() - started, False)
 
 
 def _read_shapes(source: Source, options: ConvertOptions, pool: Pool) -> Shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -159,7 +160,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         schema, index = self.schema, self._reader.index
         counts: Any = np.bincount(self.targets, minlength=len(self.classes or ())) if self.classes else []
         return {
-            "path": self.path,
+            "path": _short(self.path),
             "container": schema.container,
             "samples": len(self),
             "shards": schema.shards,
@@ -177,13 +178,20 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def _open_with(self) -> str:
         """One line of Python that opens the first field with plain tools."""
         name = self.schema.array_names[0].replace(".", "/")
+        path = _short(self.path)
         zstd = any(a.codec == "zstd" for a in self.schema.arrays)
         if self.schema.container == "zarr":
-            return f"zarr.open_group({self.path!r}, mode='r')[{name!r}]"
+            return f"zarr.open_group({path!r}, mode='r')[{name!r}]"
         if self.schema.container == "hdf5":
-            return f"h5py.File({self.path!r})[{name!r}]" + ("  # after import hdf5plugin" if zstd else "")
-        file = self._reader.index.shard_path(0, self.schema.array_names[0])
+            return f"h5py.File({path!r})[{name!r}]" + ("  # after import hdf5plugin" if zstd else "")
+        file = _short(self._reader.index.shard_path(0, self.schema.array_names[0]))
         return f"np.load({file!r}, mmap_mode='r')  # one file a shard"
+
+
+def _short(path: str) -> str:
+    """Relative to the working directory, where it lies below that."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 def _shape_text(field: Field) -> str:
