@@ -19,10 +19,10 @@ def info(store: str, as_json: bool) -> None:
     if as_json:
         show_json(facts)
         return
-    size = f"{facts['bytes'] / 1e6:,.1f} MB"
+    shards = f"{facts['shards']} shards of up to {facts['shard_samples']:,} samples, {facts['bytes'] / 1e6:,.1f} MB"
     rows = [
         ("store", facts["path"]),
-        ("container", f"{facts['container']}, {facts['shards']} shards of up to {facts['shard_samples']:,} samples, {size}"),
+        ("container", f"{facts['container']}, {shards}"),
         ("samples", f"{facts['samples']:,}"),
         ("options", ", ".join(f"{k}={v}" for k, v in facts["options"].items() if v is not None)),
         ("fingerprint", facts["fingerprint"]),

@@ -145,8 +145,8 @@ def convert(
             place.discard()
             raise
     place.commit(schema.fingerprint)
-    nbytes = _store_bytes(place.path, schema)
-    return Summary(os.fspath(target), schema, nbytes, plan.reason, rejects, samples.notes, time.monotonic() - started, False)
+    nbytes, seconds = _store_bytes(place.path, schema), time.monotonic() - started
+    return Summary(os.fspath(target), schema, nbytes, plan.reason, rejects, samples.notes, seconds, False)
 
 
 def _read_shapes(source: Source, options: ConvertOptions, pool: Pool) -> Shapes:

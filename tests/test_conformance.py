@@ -258,7 +258,7 @@ def test_each_file_is_a_shard_or_listed(
 def test_no_file_holds_a_time_or_a_path(
     case: Case, images_dir: Path, tmp_path: Path, tree: Callable[[Path], dict[str, Path]]
 ) -> None:
-    target, start = tmp_path / "store", int(time.time())
+    target, start = tmp_path / "out", int(time.time())
     container: Any = case.container
     summary = shardstore.convert(images_dir, target, format=container, workers=1, **case.options)
     seconds = [second.to_bytes(4, "little") for second in range(start, int(time.time()) + 1)]
