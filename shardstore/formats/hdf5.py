@@ -60,17 +60,31 @@ class ShardWriter:
 def _create(file: Any, array: Array, items: int) -> None:
     import h5py
 
-    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_obj_track_times(False)
+    properties = _untimed()
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     if array.codec == "zstd":
         properties.set_chunk((array.chunk_items, *array.item_shape))
         properties.set_filter(_ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, ())
-    space = h5py.h5s.create_simple((_room(array, items), *array.item_shape))
+    _create_dataset(file, array, _room(array, items), properties)
+
+
+def _untimed() -> Any:
+    """Properties of a dataset that does not record when it was made."""
+    import h5py
+
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_obj_track_times(False)
+    return properties
+
+
+def _create_dataset(file: Any, array: Array, items: int, properties: Any) -> None:
+    import h5py
+
+    space = h5py.h5s.create_simple((items, *array.item_shape))
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
-    name = array.name.replace(".", "/").encode()
-    h5py.h5d.create(file.id, name, h5py.h5t.py_create(np.dtype(array.dtype)), space, properties, links)
+    kind = h5py.h5t.py_create(np.dtype(array.dtype))
+    h5py.h5d.create(file.id, array.name.replace(".", "/").encode(), kind, space, properties, links)
 
 
 def _room(array: Array, items: int) -> int:
@@ -112,18 +126,27 @@ def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: 
         for array in schema.arrays:
             per_sample = not array.name.endswith(".data")
             total = schema.samples if per_sample else schema.shards * array.shard_items
-            layout = h5py.VirtualLayout((total, *array.item_shape), array.dtype)
+            properties = _untimed()
             for shard, count in enumerate(items[array.name]):
                 if count:
-                    name = f"{folder}/{shard_files(schema, shard)[0]}"
-                    shape = (_room(array, count), *array.item_shape)
-                    source = h5py.VirtualSource(name, array.name.replace(".", "/"), shape)
-                    first = shard * array.shard_items
-                    layout[first : first + count] = source[:count]
-            file.create_virtual_dataset(array.name.replace(".", "/"), layout, fillvalue=0)
+                    _map_shard(properties, array, (total, shard, count), f"{folder}/{shard_files(schema, shard)[0]}")
+            _create_dataset(file, array, total, properties)
         links = file.create_group(_LINKS)
         for shard in range(schema.shards):
             name = shard_files(schema, shard)[0]
             links[name.removesuffix(".h5")] = h5py.ExternalLink(f"{folder}/{name}", "/")
     with open(main, "rb+") as f:
         os.fsync(f.fileno())
+
+
+def _map_shard(properties: Any, array: Array, place: tuple[int, int, int], file: str) -> None:
+    """Show a shard's items in the virtual dataset. ``place``: items of that in all, the shard, its items."""
+    import h5py
+
+    total, shard, count = place
+    zeros, shape = (0,) * len(array.item_shape), array.item_shape
+    target = h5py.h5s.create_simple((total, *shape))
+    target.select_hyperslab((shard * array.shard_items, *zeros), (count, *shape))
+    source = h5py.h5s.create_simple((_room(array, count), *shape))
+    source.select_hyperslab((0, *zeros), (count, *shape))
+    properties.set_virtual(target, file.encode(), array.name.replace(".", "/").encode(), source)
