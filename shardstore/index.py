@@ -53,7 +53,6 @@ shards, one external link a shard), and shards and index lie in ``NAME.h5.shards
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,6 +61,7 @@ from typing import Any
 
 import numpy as np
 
+from shardstore import npyfile
 from shardstore.errors import DamagedStoreError, NoStoreError, Problem
 from shardstore.files import crc32c, write_file
 from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_files
@@ -93,7 +93,7 @@ class Index:
     def table(self, array: str) -> Table:
         """The chunk table of an array, of dtype :data:`CHUNK`."""
         if array not in self._tables:
-            self._tables[array] = _load_table(self.path, f"{self.root}/index/{array}.npy", CHUNK)
+            self._tables[array] = _load_table(f"{self.root}/index/{array}.npy", CHUNK)
         return self._tables[array]
 
     def rows(self, shard: int, array: str) -> slice:
@@ -175,7 +175,7 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
         if got != size:
             what = "a file of the store is missing" if got is None else "a file of the store has another size"
             raise DamagedStoreError(Problem(what, file, expected=f"{size} bytes", got=f"{got}", hint=_REPAIR))
-    shards = np.array(_load_table(path, f"{root}/index/shards.npy", shard_dtype(schema)))
+    shards = np.array(_load_table(f"{root}/index/shards.npy", shard_dtype(schema)))
     if len(shards) != schema.shards:
         length = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
         raise DamagedStoreError(replace(length, hint=_REPAIR))
@@ -193,21 +193,12 @@ def _load_schema(path: str, root: str) -> Schema:
         raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
 
 
-def _load_table(path: str, file: str, dtype: np.dtype[np.void]) -> Table:
+def _load_table(file: str, dtype: np.dtype[np.void]) -> Table:
     try:
-        table = np.load(file, mmap_mode="r", allow_pickle=False)
-        if not isinstance(table, np.ndarray) or table.dtype != dtype or table.ndim != 1:
-            raise ValueError("it holds another kind of array")
-    except (OSError, ValueError, EOFError) as error:
+        start, rows = npyfile.measure(file, dtype)
+        return np.memmap(file, dtype, "r", start, (rows,))
+    except (OSError, ValueError) as error:
         raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
-    return table
-
-
-def npy_bytes(array: np.ndarray[Any, Any]) -> bytes:
-    """An array as the content of a ``.npy`` file (NEP 1)."""
-    out = io.BytesIO()
-    np.save(out, array, allow_pickle=False)
-    return out.getvalue()
 
 
 def write_index(root: str | Path, schema: Schema, shards: Table, tables: Sequence[Table]) -> Schema:
@@ -215,7 +206,7 @@ def write_index(root: str | Path, schema: Schema, shards: Table, tables: Sequenc
     os.makedirs(f"{root}/index", exist_ok=True)
     files = dict(schema.files or {})
     for name, table in zip(["shards", *(a.name for a in schema.arrays)], [shards, *tables], strict=True):
-        data = npy_bytes(table)
+        data = npyfile.header(table.dtype, table.shape) + table.tobytes()
         write_file(f"{root}/index/{name}.npy", data)
         files[f"index/{name}.npy"] = (len(data), crc32c(data))
     return replace(schema, files=dict(sorted(files.items())))
