@@ -20,8 +20,8 @@ from shardstore.schema import Field, Schema
 def export(store: str | Path, folder: str | Path, *, progress: Progress | None = None) -> int:
     """Write each picture of a store as a file, named by its key: ``folder/CLASS/picture.jpg``.
 
-    Encoded pictures come back byte for byte; pixels as PNG files (float: TIFF) under the key with that ending. A store
-    without keys gives ``CLASS/00000000.png``.
+    Encoded pictures come back byte for byte; pixels as PNG files (float: TIFF), the key's ending replaced, or kept
+    before the new one where two keys differ by their ending alone. A store without keys gives ``CLASS/00000000.png``.
 
     Args:
         store: the store.
@@ -46,25 +46,32 @@ def export(store: str | Path, folder: str | Path, *, progress: Progress | None =
     for number in range(schema.samples):
         sample = np.array([number])
         value = reader.read(field.name, sample)[0]
-        path = os.path.join(folder, _name(reader, field, sample, value))
+        path = _free_path(os.fspath(folder), _names(reader, field, sample, value), number)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.exists(path):
-            raise OptionError(Problem("two samples would become the same file", path, sample=number))
         write_file(path, value if isinstance(value, bytes) else images.encode_png(value))
         if progress:
             progress(number + 1, schema.samples)
     return schema.samples
 
 
-def _name(reader: Reader, field: Field, sample: Any, value: Any) -> str:
+def _free_path(folder: str, names: list[str], number: int) -> str:
+    for name in names:
+        if not os.path.lexists(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    raise OptionError(Problem("two samples would become the same file", os.path.join(folder, names[0]), sample=number))
+
+
+def _names(reader: Reader, field: Field, sample: Any, value: Any) -> list[str]:
+    """The file names that a sample may get, the best first."""
     schema = reader.index.schema
     if "key.data" not in schema.array_names:
-        return f"{_class_folder(reader, schema, sample)}{int(sample[0]):08d}{_ending(field, value)}"
+        return [f"{_class_folder(reader, schema, sample)}{int(sample[0]):08d}{_ending(field, value)}"]
     key = str(reader.read("key", sample)[0].decode("utf-8", "surrogateescape"))
     parts = key.split("/")
     if os.path.isabs(key) or ".." in parts or "" in parts or (os.sep != "/" and os.sep in key):
         raise OptionError(Problem("a key leads out of the folder", key=printable(key), sample=int(sample[0])))
-    return key if field.kind == "bytes" else os.path.splitext(key)[0] + _ending(field, value)
+    ending = _ending(field, value)
+    return [key] if field.kind == "bytes" else [os.path.splitext(key)[0] + ending, key + ending]
 
 
 def _class_folder(reader: Reader, schema: Schema, sample: Any) -> str:

@@ -29,6 +29,7 @@ FITS: tuple[Fit, ...] = get_args(Fit)
 
 # What libjpeg says of entropy-coded data that is damaged or missing (jerror.h of libjpeg-turbo).
 _CORRUPT = ("Corrupt JPEG data", "Premature end of JPEG file")
+_JPEG_SPACES = ("YCbCr", "Gray", "RGB")  # inks (CMYK, YCCK) become RGB in Pillow's way, not in libjpeg-turbo's
 _EXACT_MODES = {"I": "int32", "F": "float32", "I;16": "uint16", "I;16L": "uint16", "I;16B": "uint16", "I;16N": "uint16"}
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "EPS", "WMF", "EMF"}  # Pillow knows the names, other programs the pixels
 _LFS = b"version https://git-lfs.github.com/spec"
@@ -78,7 +79,8 @@ def decode(data: bytes) -> Array:
         import simplejpeg
 
         try:
-            return np.asarray(simplejpeg.decode_jpeg(data, "RGB", strict=True))
+            if simplejpeg.decode_jpeg_header(data)[2] in _JPEG_SPACES:
+                return np.asarray(simplejpeg.decode_jpeg(data, "RGB", strict=True))
         except ValueError as error:
             if str(error).startswith(_CORRUPT):
                 raise ImageError(str(error)) from None

@@ -407,11 +407,12 @@ def test_an_error_in_a_transform_carries_its_key_out_of_a_worker(store: Path, co
 # -- in a DataLoader --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "context"),
-    [("encoded-zarr", None), *((name, "fork") for name in STORES)]
-    + [("encoded-zarr", "spawn"), ("ragged-zstd-hdf5", "spawn"), ("encoded-hdf5", "forkserver"), ("pixels-npy", "forkserver")],
-)  # fmt: skip
+LOADED = [("encoded-zarr", None), *((name, "fork") for name in STORES)]
+LOADED += [("encoded-zarr", "spawn"), ("ragged-zstd-hdf5", "spawn")]
+LOADED += [("encoded-hdf5", "forkserver"), ("pixels-npy", "forkserver")]
+
+
+@pytest.mark.parametrize(("name", "context"), LOADED)
 def test_a_data_loader_takes_it_with_any_sampler(make_store: Make, name: str, context: str | None) -> None:
     container, options = STORES[name]
     dataset = shardstore.open(make_store(container, **options), fields=["image", "label", "key"], transform=shrink)
@@ -504,16 +505,16 @@ def test_a_dataset_of_a_replaced_store_does_not_come_back_from_a_pickle(
         list(pickle.loads(data))
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_a_worker_of_a_replaced_store_says_what_happened(
-    make_store: Make, images_dir: Path, context: str, capfd: pytest.CaptureFixture[str]
+    make_store: Make, images_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = make_store("zarr")
     dataset = shardstore.open(store)
     replace_store(store, images_dir)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=context)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (where the error shows depends on how the worker starts)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises((shardstore.DamagedStoreError, RuntimeError)) as caught:
         list(loader)
+    # In the trainer, or from the worker that could not start.
     assert "replaced while it was in use" in str(caught.value) + capfd.readouterr().err
 
 

@@ -219,7 +219,7 @@ def victim(make_store: Callable[..., Path], make_images: Callable[..., Path]) ->
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_changed_bytes_of_the_description_are_noticed(victim: tuple[Path, bytes], data: st.DataObject) -> None:
     path, good = victim
     changed, where = bytearray(good), data.draw(st.integers(0, len(good) - 1))
@@ -366,7 +366,7 @@ JSON = st.recursive(
 
 
 @given(value=JSON, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_json_in_place_of_a_part_never_surprises(
     victim: tuple[Path, bytes], value: Any, data: st.DataObject
 ) -> None:
@@ -498,7 +498,7 @@ def test_validate_finds_a_change_of_any_cell_of_the_tables(
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_changed_bytes_of_the_tables_never_surprise(
     stores: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

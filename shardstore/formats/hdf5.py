@@ -1,7 +1,8 @@
 """HDF5: one file a shard, and one file ``NAME.h5`` whose virtual datasets show all shards as one array.
 
 Without a codec datasets are contiguous; zstd is the registered filter 32015, which plain h5py reads after
-``import hdf5plugin``. Files are readable from HDF5 1.10 on and hold no times: same input, same bytes.
+``import hdf5plugin``. Writing it imports hdf5plugin too: HDF5 notes the name of a filter that it knows in the file, and
+the bytes may not depend on what else the process has imported. Files are readable from HDF5 1.10 on and hold no times: same input, same bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardstore.errors import OptionError, Problem
 from shardstore.formats import Extents
 from shardstore.schema import HDF5_FOLDER, Array, Schema, shard_files
 
@@ -63,9 +65,23 @@ def _create(file: Any, array: Array, items: int) -> None:
     properties = _untimed()
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     if array.codec == "zstd":
+        import_filter()
         properties.set_chunk((array.chunk_items, *array.item_shape))
         properties.set_filter(_ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, ())
     _create_dataset(file, array, _room(array, items), properties)
+
+
+def import_filter() -> None:
+    """Register the zstd filter with HDF5.
+
+    Raises:
+        OptionError: hdf5plugin is not installed.
+    """
+    try:
+        import hdf5plugin  # noqa: F401
+    except ImportError as error:
+        hint = "Install it with: pip install 'shardstore[hdf5-zstd]'"
+        raise OptionError(Problem("codec='zstd' in HDF5 needs the package hdf5plugin", hint=hint)) from error
 
 
 def _untimed() -> Any:
