@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 import click
-from shardstore.cli.output import progress_bar, show_json
 
 import shardstore
+from shardstore.cli.output import progress_bar, show_json
 from shardstore.options import CHUNK_BYTES, SHARD_BYTES
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import click
-from shardstore.cli.output import progress_bar
 
 import shardstore
+from shardstore.cli.output import progress_bar
 
 
 @click.command(short_help="Write a store's pictures back into a folder.")

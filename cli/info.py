@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import click
-from shardstore.cli.output import show_json, show_table
 
 import shardstore
+from shardstore.cli.output import show_json, show_table
 
 _CLASSES_SHOWN = 20
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 
 import click
+
+from shardstore import ShardstoreError, SourceError
 from shardstore.cli.convert import convert
 from shardstore.cli.export import export
 from shardstore.cli.info import info
 from shardstore.cli.output import fail, show_problems
 from shardstore.cli.validate import validate
-
-from shardstore import ShardstoreError, SourceError
 
 PROBLEMS, FAILURE, INTERRUPTED = 1, 2, 130
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import click
-from shardstore.cli.output import progress_bar, show_json, show_problems
 
 import shardstore
+from shardstore.cli.output import progress_bar, show_json, show_problems
 from shardstore.validation import LEVELS, Level
 
 _PROBLEMS_FOUND = 1

@@ -423,18 +423,23 @@ MISUSE = {
 }
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Path]) -> Path:
+    """A folder with a store and things that are none, which no misuse may change."""
+    root = tmp_path_factory.mktemp("place")
+    (root / "file.txt").write_text("no store")
+    (root / "empty").mkdir()
+    shutil.copytree(make_store("npy"), root / "store")
+    shutil.copytree(root / "store", root / "damaged")
+    (root / "damaged/shardstore.json").write_text("{}")
+    return root
+
+
 @pytest.mark.parametrize("arguments", MISUSE.values(), ids=MISUSE)
-def test_misuse_is_explained_and_changes_nothing(
-    tmp_path: Path, images_dir: Path, make_store: Callable[..., Path], arguments: list[str]
-) -> None:
-    (tmp_path / "file.txt").write_text("no store")
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(make_store("npy"), tmp_path / "store")
-    shutil.copytree(tmp_path / "store", tmp_path / "damaged")
-    (tmp_path / "damaged/shardstore.json").write_text("{}")
-    before = files(tmp_path)
-    refused(*(a.format(images=images_dir) for a in arguments), cwd=tmp_path)
-    assert files(tmp_path) == before
+def test_misuse_is_explained_and_changes_nothing(place: Path, images_dir: Path, arguments: list[str]) -> None:
+    before = files(place)
+    refused(*(a.format(images=images_dir) for a in arguments), cwd=place)
+    assert files(place) == before
 
 
 # -- info -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -45,10 +46,15 @@ def store(make_store: Make) -> Path:
     return make_store("zarr", samples_per_shard=7)
 
 
+@pytest.fixture(scope="module")
+def named_store(make_store: Make) -> Callable[[str], Path]:
+    """``named_store(name)``: one of STORES, made once. Not to be changed."""
+    return functools.cache(lambda name: make_store(STORES[name][0], **STORES[name][1]))
+
+
 @pytest.fixture(scope="module", params=STORES)
-def any_store(request: pytest.FixtureRequest, make_store: Make) -> Path:
-    container, options = STORES[request.param]
-    return make_store(container, **options)
+def any_store(request: pytest.FixtureRequest, named_store: Callable[[str], Path]) -> Path:
+    return named_store(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -413,9 +419,10 @@ LOADED += [("encoded-hdf5", "forkserver"), ("pixels-npy", "forkserver")]
 
 
 @pytest.mark.parametrize(("name", "context"), LOADED)
-def test_a_data_loader_takes_it_with_any_sampler(make_store: Make, name: str, context: str | None) -> None:
-    container, options = STORES[name]
-    dataset = shardstore.open(make_store(container, **options), fields=["image", "label", "key"], transform=shrink)
+def test_a_data_loader_takes_it_with_any_sampler(
+    named_store: Callable[[str], Path], name: str, context: str | None
+) -> None:
+    dataset = shardstore.open(named_store(name), fields=["image", "label", "key"], transform=shrink)
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(5))
     loader = DataLoader(
         dataset,

@@ -46,6 +46,12 @@ def store(make_store: Make, pictures: Path) -> Path:
     return make_store("zarr", source=pictures, store="encoded", samples_per_shard=SHARD_SAMPLES)
 
 
+@pytest.fixture(scope="module", params=["npy", "zarr", "hdf5"])
+def store_of_each_kind(request: pytest.FixtureRequest, make_store: Make, pictures: Path) -> Path:
+    """The same in every container."""
+    return make_store(request.param, source=pictures, store="encoded", samples_per_shard=SHARD_SAMPLES)
+
+
 @pytest.fixture(scope="module")
 def images_store(make_store: Make) -> Path:
     """fixtures/images, encoded: 24 pictures of many sizes."""
@@ -66,6 +72,8 @@ def habit(path: Path, workers: int = 0, context: str | None = None, **options: A
 
 
 WAYS = {"whole": whole, "habit": habit}
+# Errors must find their way out of each of these.
+PLACES = [("whole", 0, None), ("habit", 0, None), ("whole", 2, "fork"), ("habit", 2, "fork"), ("habit", 1, "spawn")]
 
 
 def keys_of(batches: Any) -> list[str]:
@@ -134,11 +142,7 @@ def test_outside_a_data_loader_it_is_simply_iterable(store: Path) -> None:
     assert [sample.key for sample in samples] == stored_keys(store)
     assert all(type(sample.label) is int for sample in samples)
     dataset = ShardDataset(store, fields=["key"], batch_size=8)
-    assert keys_of(dataset) == keys_of(dataset) == stored_keys_of_lanes(dataset)
-
-
-def stored_keys_of_lanes(dataset: ShardDataset) -> list[str]:
-    return keys_of(DataLoader(dataset, batch_size=None))
+    assert keys_of(dataset) == keys_of(DataLoader(dataset, batch_size=None))
 
 
 # -- the order --------------------------------------------------------------------------------------------------------
@@ -228,18 +232,19 @@ def test_the_epoch_reaches_workers(store: Path, context: str) -> None:
 
 
 def test_samples_of_a_compressed_store_are_mixed_within_the_window(make_store: Make, pictures: Path) -> None:
-    store = make_store(
-        "zarr", source=pictures, store="pixels", codec="zstd", samples_per_shard=96, chunk_size=12 * 9 * 8 * 3
-    )
-    options = shardstore.ReadOptions(window_bytes=1)  # a chunk of 12 at a time
-    batches = list(whole(store, fields=["key"], shuffle=True, batch_size=12, options=options))
+    each = 9 * 8 * 3
+    options = {"store": "pixels", "codec": "zstd", "samples_per_shard": 96, "chunk_size": 12 * each}
+    store = make_store("zarr", source=pictures, **options)
     keys = stored_keys(store)
-    assert sorted(keys_of(batches)) == sorted(keys)
-    for batch in batches:
-        assert len({keys.index(key) // 12 for key in batch.key}) == 1
-    assert keys_of(batches) != keys
-    wide = list(whole(store, fields=["key"], shuffle=True, batch_size=12))
-    assert max(len({keys.index(key) // 12 for key in batch.key}) for batch in wide) > 3
+
+    def chunks_of_each_batch(**options: Any) -> list[int]:
+        batches = list(whole(store, fields=["image", "key"], shuffle=True, batch_size=12, **options))
+        assert sorted(keys_of(batches)) == sorted(keys)
+        assert keys_of(batches) != keys
+        return [len({keys.index(key) // 12 for key in batch.key}) for batch in batches]
+
+    assert set(chunks_of_each_batch(options=shardstore.ReadOptions(window_bytes=12 * each))) == {1}
+    assert max(chunks_of_each_batch()) > 3
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
@@ -290,24 +295,23 @@ class Recorder:
         return found
 
 
-@pytest.mark.parametrize("container", ["npy", "zarr", "hdf5"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_worker_opens_files_of_its_own(
-    tmp_path: Path, make_store: Make, pictures: Path, container: str, way: str, workers: int, shuffle: bool
+    tmp_path: Path, store_of_each_kind: Path, way: str, workers: int, shuffle: bool
 ) -> None:
-    store = make_store(container, source=pictures, store="encoded", samples_per_shard=SHARD_SAMPLES)
-    assert shardstore.open(store).schema.shards == SHARDS
-    recorder = Recorder(store, tmp_path)
-    loader = WAYS[way](store, workers, "fork", shuffle=shuffle)
+    schema = shardstore.open(store_of_each_kind).schema
+    assert schema.shards == SHARDS
+    recorder = Recorder(store_of_each_kind, tmp_path)
+    loader = WAYS[way](store_of_each_kind, workers, "fork", shuffle=shuffle)
     loader.worker_init_fn = recorder
     assert sum(len(batch.label) for batch in loader) == SAMPLES
     files = recorder.shard_files()
     assert len(files) == workers
     assert all(files)
     assert sum(map(len, files)) == len(set.union(*files))
-    arrays = 1 if container == "hdf5" else 5  # data, start, length and crc32c of the pictures, and labels
+    arrays = 1 if schema.container == "hdf5" else 5  # data, start, length and crc32c of the pictures, and labels
     assert [len(f) for f in files] == [SHARDS // workers * arrays] * workers
 
 
@@ -482,8 +486,7 @@ def fail_on_one(image: Any, label: int, key: str) -> Any:
     return 0, label, key
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("way", "workers", "context"), PLACES)
 def test_an_error_in_a_transform_carries_sample_and_key(
     store: Path, way: str, workers: int, context: str | None
 ) -> None:
@@ -498,8 +501,7 @@ def test_an_error_in_a_transform_carries_sample_and_key(
 # -- pictures that do not fit into one batch --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("way", "workers", "context"), PLACES)
 @pytest.mark.parametrize("fields", [["image", "label"], FIELDS])
 def test_pictures_of_different_sizes_are_refused_with_a_way_out(
     images_store: Path, way: str, workers: int, context: str | None, fields: list[str]
@@ -530,27 +532,21 @@ def test_ragged_pixels_are_refused_alike(make_store: Make) -> None:
     [
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": -1}, "batch_size"),
-        ({"batch_size": 2.5}, "batch_size"),
-        ({"batch_size": "8"}, "batch_size"),
-        ({"batch_size": True}, "batch_size"),
         ({"drop_last": True}, "drop_last"),
         ({"fields": ["mask"]}, "mask"),
         ({"fields": []}, "field"),
         ({"image_type": "jax"}, "image_type"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": "a"}, "seed"),
-        ({"options": shardstore.ReadOptions}, "options"),
     ],
 )
 def test_impossible_options_are_refused_at_once(store: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises((shardstore.OptionError, TypeError), match=named):
+    with pytest.raises(shardstore.OptionError, match=named):
         ShardDataset(store, **options)
 
 
-@pytest.mark.parametrize("window_bytes", [-1, 0, "64MB", 1.5])
-def test_impossible_read_options_are_refused(window_bytes: Any) -> None:
-    with pytest.raises((shardstore.OptionError, TypeError), match="window_bytes"):
-        shardstore.ReadOptions(window_bytes=window_bytes)
+@pytest.mark.parametrize("options", [{"batch_size": 2.5}, {"batch_size": "8"}, {"seed": 1.5}, {"seed": "a"}])
+def test_options_of_a_wrong_type_are_refused_by_the_first_batch(store: Path, options: dict[str, Any]) -> None:
+    with pytest.raises((shardstore.OptionError, TypeError)):
+        next(iter(ShardDataset(store, shuffle=True, **options)))
 
 
 def test_options_are_named() -> None:
@@ -567,10 +563,9 @@ def test_what_is_no_store_is_refused_at_once(tmp_path: Path, images_dir: Path) -
 # -- damage, pickles --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("way", "workers", "context"), PLACES)
 def test_damage_stops_the_pass_and_is_named(make_store: Make, way: str, workers: int, context: str | None) -> None:
-    store = make_store("npy", source=None, samples_per_shard=7)
+    store = make_store("npy", samples_per_shard=7)
     shard = store / "image/00002.data.npy"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -653,9 +648,9 @@ def memory_after_an_epoch(path: Path, leak: int = 0) -> tuple[int, int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="only Linux tells what memory is private")
 def test_memory_does_not_grow_with_the_store(make_store: Make, make_images: Make) -> None:
-    few, many = 256, 2048
+    few, many = 128, 1024
     stores = [
-        make_store("npy", source=make_images(n, sizes=((64, 48),), format="jpg"), store="encoded", samples_per_shard=64)
+        make_store("hdf5", source=make_images(n, sizes=((64, 48),), format="jpg"), samples_per_shard=64)
         for n in (few, many)
     ]
     samples_few, memory_few = memory_after_an_epoch(stores[0])

@@ -1,8 +1,9 @@
 """HDF5: one file a shard, and one file ``NAME.h5`` whose virtual datasets show all shards as one array.
 
 Without a codec datasets are contiguous; zstd is the registered filter 32015, which plain h5py reads after
-``import hdf5plugin``. Writing it imports hdf5plugin too: HDF5 notes the name of a filter that it knows in the file, and
-the bytes may not depend on what else the process has imported. Files are readable from HDF5 1.10 on and hold no times: same input, same bytes.
+``import hdf5plugin``. Writing it imports hdf5plugin too: HDF5 notes the name of a filter that it knows in the file,
+and the bytes may not depend on what else the process has imported. Files are readable from HDF5 1.10 on and hold no
+times: same input, same bytes.
 """
 
 from __future__ import annotations
@@ -165,4 +166,4 @@ def _map_shard(properties: Any, array: Array, place: tuple[int, int, int], file:
     target.select_hyperslab((shard * array.shard_items, *zeros), (count, *shape))
     source = h5py.h5s.create_simple((_room(array, count), *shape))
     source.select_hyperslab((0, *zeros), (count, *shape))
-    properties.set_virtual(target, file.encode(), array.name.replace(".", "/").encode(), source)
+    properties.set_virtual(target, os.fsencode(file), array.name.replace(".", "/").encode(), source)
