@@ -101,7 +101,7 @@ class Reader:
     def __init__(self, index: Index, options: ReadOptions | None = None) -> None:
         self.index = index
         self.options = options or ReadOptions()
-        self._files = Files()
+        self._files = Files(before_open=index.check_unchanged)
         self._cache = _Cache(self.options.window_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -162,7 +162,8 @@ class Reader:
         if not whole:
             follows[1:] &= np.diff(samples) == 1
         starts = np.flatnonzero(~follows)
-        for a, b in zip(starts, [*starts[1:], len(samples)], strict=True):
+        ends = np.append(starts[1:], len(samples)) if len(starts) else starts
+        for a, b in zip(starts, ends, strict=True):
             row, first = int(chunks[a]), int(samples[a])
             if whole:
                 items = self._items(name, row)
@@ -219,7 +220,7 @@ class Reader:
         self._check(name, chunk, int(rows.crc32c[inside]), data, sample)
         if not ragged or rows.shape is None:
             return data.tobytes()
-        return data.view(spec.dtype).reshape(rows.shape[inside])
+        return data.copy().view(spec.dtype).reshape(rows.shape[inside])  # the chunk it is cut from may be cached
 
     def _rows(self, field: str, shard: int) -> _Rows:
         found = self._cache.get((field, shard))

@@ -125,9 +125,7 @@ def convert(
     chosen = ConvertOptions(**options)
     container = container_of(os.fspath(target), chosen.format)
     place = Target(target, container)
-    place.check(
-        os.fspath(source) if isinstance(source, str | Path) and os.path.isdir(source) else None, chosen.overwrite
-    )
+    place.check(os.fspath(source) if isinstance(source, str | Path) else None, chosen.overwrite)
     samples = open_source(source)
     if chosen.shuffle:
         key = order.derive(chosen.seed, _SHUFFLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -90,7 +91,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return (self[i] for i in range(len(self)))
 
     def _number(self, item: int) -> int:
-        number = int(item) + (len(self) if item < 0 else 0)
+        number = operator.index(item)
+        number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
             raise IndexError(f"sample {item} of a store with {len(self)}")
         return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,26 +58,20 @@ def write_file(path: str | Path, data: bytes) -> None:
 
 
 class Files:
-    """Open descriptors of a reader: opened on first use, a few kept, none inherited or pickled.
+    """Open descriptors of a reader: opened on first use, a few kept, none used after a fork.
 
     A descriptor is shared over a fork, but this object notices the new process id and opens its own, so that closing
     in one process never surprises another. Threads may share it.
     """
 
-    def __init__(self, max_open: int = _MAX_OPEN) -> None:
-        self._max_open = max_open
+    def __init__(self, max_open: int = _MAX_OPEN, before_open: Callable[[], None] = lambda: None) -> None:
+        self._max_open, self._before_open = max_open, before_open
         self._forget()
 
     def _forget(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"max_open": self._max_open}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
     def read_into(self, path: str, offset: int, buffer: np.ndarray[Any, Any]) -> int:
         """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
@@ -97,6 +91,7 @@ class Files:
     def _descriptor(self, path: str) -> int:
         fd = self._open.pop(path, None)
         if fd is None:
+            self._before_open()
             if len(self._open) >= self._max_open:
                 os.close(self._open.popitem(last=False)[1])
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))

@@ -32,6 +32,7 @@ _CORRUPT = ("Corrupt JPEG data", "Premature end of JPEG file")
 _JPEG_SPACES = ("YCbCr", "Gray", "RGB")  # inks (CMYK, YCCK) become RGB in Pillow's way, not in libjpeg-turbo's
 _EXACT_MODES = {"I": "int32", "F": "float32", "I;16": "uint16", "I;16L": "uint16", "I;16B": "uint16", "I;16N": "uint16"}
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "EPS", "WMF", "EMF"}  # Pillow knows the names, other programs the pixels
+_SIGNED = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "JPEG2000", "AVIF", "PSD", "QOI")  # signatures of some length
 _LFS = b"version https://git-lfs.github.com/spec"
 
 
@@ -165,7 +166,7 @@ def looks_like_picture(head: bytes) -> bool:
     from PIL import Image
 
     Image.init()
-    accepts = (entry[1] for entry in Image.OPEN.values())
+    accepts = (Image.OPEN[name][1] for name in _SIGNED if name in Image.OPEN)
     return any(accept is not None and accept(head) is True for accept in accepts)
 
 

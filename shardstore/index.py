@@ -85,6 +85,7 @@ class Index:
     def __init__(self, path: str, root: str, schema: Schema, shards: Table) -> None:
         self.path, self.root, self.schema, self.shards = path, root, schema, shards
         self._tables: dict[str, Table] = {}
+        self._identity = _identity(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker opens the index itself: a pickled memory map would carry its data along.
@@ -95,6 +96,12 @@ class Index:
         if array not in self._tables:
             self._tables[array] = _load_table(f"{self.root}/index/{array}.npy", CHUNK)
         return self._tables[array]
+
+    def check_unchanged(self) -> None:
+        """Raise DamagedStoreError if another store has taken this one's place since it was opened."""
+        if _identity(self.root) != self._identity:
+            load(self.path, self.schema.fingerprint)
+            self._identity = _identity(self.root)
 
     def rows(self, shard: int, array: str) -> slice:
         """Which rows of that table belong to a shard."""
@@ -107,6 +114,19 @@ class Index:
         """The file that holds a shard's part of an array."""
         number = self.schema.array(array)[0]
         return f"{self.root}/{shard_files(self.schema, shard)[self.schema.file_number(number)]}"
+
+
+def _identity(root: str) -> tuple[int, int, int] | None:
+    try:
+        info = os.stat(f"{root}/{JSON_NAME}")
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_mtime_ns
+
+
+def lacks_description(path: str | Path) -> bool:
+    """Whether this is a store's folder whose ``shardstore.json`` is gone."""
+    return os.path.isfile(f"{path}/index/shards.npy") and not os.path.isfile(f"{path}/{JSON_NAME}")
 
 
 def locate(path: str | Path) -> str:
@@ -149,6 +169,8 @@ def _why_no_store(path: str) -> Problem:
     if os.path.isfile(path):
         hint = f"An HDF5 store is two names: this file and {path}{HDF5_FOLDER}; they move and are renamed together."
         return Problem("not a shardstore store", path, hint=hint)
+    if lacks_description(path):
+        return Problem(f"a store without its description {JSON_NAME}", path, hint=_REPAIR)
     hint = f"To make one from a folder of images: shardstore convert {path} OUT.zarr"
     return Problem(f"not a shardstore store: no {JSON_NAME} in it", path, hint=hint)
 

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, get_args
 from shardstore.codecs import CODECS, Codec
 from shardstore.errors import OptionError
 from shardstore.images import FITS, Fit
-from shardstore.schema import Container
+from shardstore.schema import CONTAINERS, Container
 
 Store = Literal["auto", "encoded", "pixels"]
 Check = Literal["full", "header"]
@@ -74,16 +74,18 @@ class ConvertOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise OptionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in ("shard_size", "chunk_size", "max_errors"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("samples_per_shard", "workers"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise OptionError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.format not in (None, *CONTAINERS):
+            raise OptionError(f"format must be one of {', '.join(CONTAINERS)}; got {self.format!r}")
+        for name in ("shard_size", "chunk_size", "max_errors", "samples_per_shard", "workers"):
+            value = getattr(self, name)
+            optional = name in ("samples_per_shard", "workers") and value is None
+            if not optional and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} must be a whole number, at least 1; got {value!r}")
         if self.size is not None and self.store == "encoded":
             raise OptionError("size brings pictures to one size, and store='encoded' keeps files as they are: drop one")
-        if self.size is not None and min(self.height_width or (0,)) < 1:
-            raise OptionError(f"size must be one or two positive numbers; got {self.size}")
+        numbers = (1, 1) if self.size is None else self.height_width
+        if not isinstance(numbers, tuple) or len(numbers) != 2 or not all(map(_is_positive, numbers)):
+            raise OptionError(f"size must be one positive number, or height and width; got {self.size!r}")
         if self.codec != "none" and self.store == "encoded":
             raise OptionError(f"codec={self.codec!r} is for pixels: encoded pictures are compressed already")
 
@@ -91,6 +93,10 @@ class ConvertOptions:
     def height_width(self) -> tuple[int, int] | None:
         """``size`` as two numbers."""
         return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 class Options(TypedDict, total=False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -109,12 +109,20 @@ def make_plan(source: Source, container: Container, options: ConvertOptions, sha
         for array in made:
             arrays.append(array)
             items[array.name] = _shard_items(array, counts.get(field.name), len(source), shard_samples)
-    content = {k: v for k, v in asdict(options).items() if k in ("size", "fit", "codec", "shuffle", "seed")}
-    content["size"] = options.height_width and list(options.height_width)
     pixels = tuple(f.content == "image" and f.kind != "bytes" for f in stored)
-    content["store"] = "pixels" if any(pixels) else "encoded"
+    content = _content_options(source, options, any(pixels))
     schema = Schema(container, len(source), shard_samples, stored, tuple(arrays), source.classes, content)
     return Plan(schema, Recipe(pixels, options.height_width, options.fit, options.check), items, reason)
+
+
+def _content_options(source: Source, options: ConvertOptions, pixels: bool) -> dict[str, Any]:
+    """What the schema records of how the content came about, a source that is a store included."""
+    content = {"size": None, "fit": options.fit, "shuffle": False, "seed": 0, **source.options}
+    if options.height_width:
+        content |= {"size": list(options.height_width), "fit": options.fit}
+    if options.shuffle:
+        content |= {"shuffle": True, "seed": options.seed}
+    return content | {"codec": options.codec, "store": "pixels" if pixels else "encoded"}
 
 
 def _stored_fields(source: Source, options: ConvertOptions, shapes: Shapes | None) -> tuple[tuple[Field, ...], str]:

@@ -30,7 +30,11 @@ class Sample:
     _fields: tuple[str, ...]
 
     def __getitem__(self, item: Any) -> Any:
-        return getattr(self, item) if isinstance(item, str) else tuple.__getitem__(self, item)  # type: ignore[call-overload]
+        if not isinstance(item, str):
+            return tuple.__getitem__(self, item)  # type: ignore[call-overload]
+        if item not in self._fields:
+            raise KeyError(f"{item!r} is none of {', '.join(self._fields)}")
+        return getattr(self, item)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._fields, tuple(self))  # type: ignore[arg-type]
@@ -128,6 +132,9 @@ class SampleReader:
         self.type = sample_type(tuple(f.name for f in self.fields))
         self._plain = view.transform is None and view.transforms is None
         self._image_type = view.image_type or ("tensor" if self._plain else "pil")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleReader, (self.reader, self.view)
 
     def samples(self, numbers: Numbers) -> Iterator[Any]:
         """The samples of these numbers: bytes are read together, pictures decoded one by one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import keyword
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -208,6 +209,10 @@ def from_json(data: bytes) -> Schema:
     return schema
 
 
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)
+
+
 def _check_schema(schema: Schema) -> None:
     """Raise ValueError unless all parts fit together, so that later code may rely on them."""
 
@@ -217,7 +222,7 @@ def _check_schema(schema: Schema) -> None:
 
     sure(schema.container in CONTAINERS, f"unknown container {schema.container!r}")
     sure(schema.samples > 0 and schema.shard_samples > 0, "sample counts must be positive")
-    sure(all(f.name.isidentifier() and f.name[0] != "_" for f in schema.fields), "a field's name is no identifier")
+    sure(all(_is_name(f.name) for f in schema.fields), "a field's name is no identifier")
     sure(all(f.kind in get_args(Kind) for f in schema.fields), "unknown kind of field")
     sure([a.name for a in schema.arrays] == [f.name + p for f in schema.fields for p in parts(f.kind)], "arrays differ")
     for array in schema.arrays:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardstore.errors import NoStoreError, OptionError, Problem
 from shardstore.files import sync_folder
-from shardstore.index import PARTIAL, locate
+from shardstore.index import JSON_NAME, PARTIAL, locate
 from shardstore.schema import HDF5_FOLDER, Container
 
 _MARKER = "UNFINISHED.txt"
@@ -35,12 +35,12 @@ class Target:
         self._container = container
         self._partial = self.path + PARTIAL
         self.root = f"{self._partial}/store"
-        self.main = f"{self._partial}/{os.path.basename(self.path)}"
+        self.main = f"{self._partial}/main/{os.path.basename(self.path)}"
 
     def check(self, source: str | None, overwrite: bool) -> None:
         """Raise OptionError unless the target may be written; nothing is touched."""
-        if source is not None and f"{self.path}/".startswith(f"{os.path.abspath(source)}/"):
-            raise OptionError(Problem("the target lies inside the source folder", self.path, hint="Choose another."))
+        if source is not None:
+            self._check_source(f"{os.path.realpath(source)}/")
         if os.path.exists(self._partial) and not self._partial_is_ours():
             raise OptionError(Problem("this folder is in the way, and no conversion made it", self._partial))
         if not self._exists():
@@ -50,6 +50,12 @@ class Target:
         if not self._replaceable():
             hint = "--overwrite replaces stores and empty folders only."
             raise OptionError(Problem("is no shardstore store and will not be replaced", self.path, hint=hint))
+
+    def _check_source(self, source: str) -> None:
+        here = f"{os.path.realpath(self.path)}/"
+        if here.startswith(source) or source.startswith(here):
+            what = "the target is the source, or one lies inside the other"
+            raise OptionError(Problem(what, self.path, hint="Choose another target."))
 
     def _exists(self) -> bool:
         return os.path.lexists(self.path) or (self._container == "hdf5" and os.path.lexists(self.path + HDF5_FOLDER))
@@ -73,6 +79,7 @@ class Target:
         """Make the empty ``.partial`` folder."""
         self.discard()
         os.makedirs(self.root)
+        os.makedirs(os.path.dirname(self.main))
         with open(f"{self._partial}/{_MARKER}", "w") as f:
             f.write(_MARKER_TEXT)
 
@@ -107,7 +114,7 @@ class Target:
         sync_folder(shards)
         os.replace(self.main, self.path)  # the moment at which the old store ends and the new one begins
         for entry in list(os.scandir(shards)):
-            if entry.name != fingerprint:
+            if entry.name != fingerprint and os.path.isfile(f"{entry.path}/{JSON_NAME}"):
                 shutil.rmtree(entry.path)
 
     def _set_aside(self, path: str) -> None:

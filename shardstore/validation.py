@@ -20,7 +20,7 @@ from shardstore.chunks import Reader
 from shardstore.conversion import REJECTS, Progress
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
 from shardstore.files import checksum_file, crc32c
-from shardstore.index import Index, load
+from shardstore.index import Index, lacks_description, load
 from shardstore.plan import Recipe
 from shardstore.pool import Pool
 from shardstore.schema import Field, shard_files
@@ -66,7 +66,7 @@ def validate(
     try:
         index = load(path)
     except NoStoreError:
-        if not os.path.isdir(path):
+        if not os.path.isdir(path) or lacks_description(path):
             raise
         return _validate_folder(FolderSource.scan(os.fspath(path)), workers, report)
     except ShardstoreError as error:

@@ -114,7 +114,7 @@ def fitted() -> Callable[..., np.ndarray[Any, Any]]:
             top, left = (scaled[0] - height) // 2, (scaled[1] - width) // 2
             return np.asarray(image.crop((left, top, left + width, top + height)))
         padded = Image.new(image.mode, (width, height))
-        padded.paste(image, ((width - scaled[1]) // 2, (height - scaled[0]) // 2))
+        padded.paste(image, (-((scaled[1] - width) // 2), -((scaled[0] - height) // 2)))  # of an odd margin, more first
         return np.asarray(padded)
 
     return fit_picture

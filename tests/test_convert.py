@@ -52,10 +52,13 @@ def test_size_and_fit_are_pillows_bilinear_resize(
         np.testing.assert_array_equal(pixels, fitted(picture, shape, fit), err_msg=str(key))
 
 
-def test_a_picture_that_has_the_size_is_not_resampled(make_store: Callable[..., Path], make_images: Callable[..., Path]) -> None:  # fmt: skip
+def test_a_picture_that_has_the_size_is_not_resampled(
+    make_store: Callable[..., Path], make_images: Callable[..., Path]
+) -> None:
     source = make_images(3, sizes=[(32, 24)])
     for fit in ("crop", "pad", "stretch"):
-        for key, pixels in zip(keys_of(store := make_store("npy", source=source, size=(24, 32), fit=fit)), pixels_of(store), strict=True):  # fmt: skip
+        store = make_store("npy", source=source, size=(24, 32), fit=fit)
+        for key, pixels in zip(keys_of(store), pixels_of(store), strict=True):
             np.testing.assert_array_equal(pixels, np.asarray(Image.open(source / str(key))))
 
 
@@ -70,7 +73,9 @@ def smooth_images(folder: Path, size: tuple[int, int] = (64, 64)) -> Path:
     return folder
 
 
-def test_auto_takes_pixels_where_one_size_takes_at_most_twice_the_bytes(make_images: Callable[..., Path], tmp_path: Path) -> None:  # fmt: skip
+def test_auto_takes_pixels_where_one_size_takes_at_most_twice_the_bytes(
+    make_images: Callable[..., Path], tmp_path: Path
+) -> None:
     summary = shardstore.convert(make_images(5, sizes=[(40, 32)]), tmp_path / "out", workers=1)
     assert summary.schema.options["store"] == "pixels"
     assert summary.schema.field("image").shape == (32, 40, 3)
@@ -117,9 +122,12 @@ def test_auto_keeps_files_of_different_sizes_or_modes(
     assert keys_of(tmp_path / "out") == sorted(f"class0/{i:06d}.png" for i in range(70))
 
 
-def test_one_decision_whatever_the_number_of_workers(make_images: Callable[..., Path], make_store: Callable[..., Path], tree: Tree) -> None:  # fmt: skip
+def test_one_decision_whatever_the_number_of_workers(
+    make_images: Callable[..., Path], make_store: Callable[..., Path], tree: Tree
+) -> None:
     source = make_images(8, sizes=[(40, 32)])
-    assert contents(tree(make_store("npy", source=source, workers=2))) == contents(tree(make_store("npy", source=source)))  # fmt: skip
+    one, two = (contents(tree(make_store("npy", source=source, workers=workers))) for workers in (1, 2))
+    assert one == two
 
 
 @pytest.mark.parametrize("name", ["sixteen_bit.png", "thirty_two_bit.tif", "float.tif"])
@@ -158,19 +166,28 @@ def test_samples_per_shard_is_exact(wanted: int, shards: int, make_store: Callab
     assert (schema.shard_samples, schema.shards) == (min(wanted, 24), shards)
 
 
-def test_shards_are_multiples_of_256_samples_near_shard_size(make_images: Callable[..., Path], make_store: Callable[..., Path]) -> None:  # fmt: skip
+def test_shards_are_multiples_of_256_samples_near_shard_size(
+    make_images: Callable[..., Path], make_store: Callable[..., Path]
+) -> None:
     source = make_images(1100, sizes=[(4, 4)])
-    whole = shardstore.open(make_store("npy", source=source)).schema
-    parts = shardstore.open(make_store("npy", source=source, shard_size=20_000)).schema
-    assert whole.shards == 1
-    assert parts.shard_samples % 256 == 0
-    assert parts.shards > 1
-    assert parts.shards * parts.shard_samples >= 1100
+    schemas = [shardstore.open(make_store("npy", source=source, shard_size=n)).schema for n in (10**9, 40_000, 10_000)]
+    assert {schema.shard_samples % 256 for schema in schemas} == {0}
+    assert schemas[0].shards < schemas[2].shards
+    assert all(schema.shards == -(-1100 // schema.shard_samples) for schema in schemas)
+
+
+def test_shards_of_large_samples_are_near_shard_size(make_store: Callable[..., Path]) -> None:
+    # 256 samples of this size would be beyond all bounds: the multiple is given up.
+    samples = [np.zeros((700, 1000, 3), np.uint8)] * 9
+    schema = shardstore.open(make_store("npy", source=samples, shard_size=5_000_000)).schema
+    assert schema.shard_samples == 2
 
 
 @pytest.mark.parametrize("container", ["zarr", "hdf5"])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_chunks_hold_at_most_chunk_size_and_divide_the_shard(container: str, codec: str, make_store: Callable[..., Path]) -> None:  # fmt: skip
+def test_chunks_hold_at_most_chunk_size_and_divide_the_shard(
+    container: str, codec: str, make_store: Callable[..., Path]
+) -> None:
     picture = 16 * 16 * 3
     for chunk_size, samples in [(1, 1), (picture, 1), (3 * picture + 5, 3), (7 * picture, 6), (10**9, 12)]:
         options = {"size": 16, "samples_per_shard": 12, "chunk_size": chunk_size, "codec": codec}
@@ -184,14 +201,16 @@ def test_chunks_hold_at_most_chunk_size_and_divide_the_shard(container: str, cod
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_shuffle_stores_another_order_chosen_by_the_seed(container: str, make_store: Callable[..., Path], images_dir: Path, tree: Tree) -> None:  # fmt: skip
+def test_shuffle_stores_another_order_chosen_by_the_seed(
+    container: str, make_store: Callable[..., Path], images_dir: Path, tree: Tree
+) -> None:
     plain = make_store(container, samples_per_shard=7)
     options: dict[str, Any] = {"samples_per_shard": 7, "shuffle": True}
     one, same, other = (make_store(container, seed=seed, **options) for seed in (1, 1, 2))
     assert contents(tree(one)) == contents(tree(same))
     orders = [keys_of(store) for store in (plain, one, other)]
     assert all(a != b for a, b in itertools.combinations(orders, 2))
-    assert sorted(map(str, orders[1])) == sorted(map(str, orders[2])) == [str(key) for key in orders[0]]
+    assert all(sorted(map(str, order)) == sorted(map(str, orders[0])) for order in orders)
     recorded = shardstore.open(one).schema.options
     assert (recorded["shuffle"], recorded["seed"]) == (True, 1)
     assert shardstore.open(plain).schema.options["shuffle"] is False
@@ -202,7 +221,9 @@ def test_shuffle_stores_another_order_chosen_by_the_seed(container: str, make_st
     assert shardstore.validate(one, level="source", source=images_dir, workers=1) == []
 
 
-def test_a_shuffle_is_no_rotation_of_the_classes(make_images: Callable[..., Path], make_store: Callable[..., Path]) -> None:  # fmt: skip
+def test_a_shuffle_is_no_rotation_of_the_classes(
+    make_images: Callable[..., Path], make_store: Callable[..., Path]
+) -> None:
     store = make_store("npy", source=make_images(300, sizes=[(2, 2)]), shuffle=True)
     labels = shardstore.open(store).targets
     assert np.count_nonzero(np.diff(labels)) > 100  # 200 of 299 in expectation; 2 where classes stay together
@@ -280,7 +301,7 @@ def test_overwrite_replaces_nothing_but_stores_and_empty_folders(
     with pytest.raises(shardstore.OptionError, match="will not be replaced"):
         shardstore.convert(images_dir, target, format=container, overwrite=True, workers=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert kind == "dangling link" or contents(tree(target)) == before
+    assert contents(tree(target)) == before
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -301,7 +322,9 @@ def test_overwrite_replaces_any_store_by_any_other(
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_overwrite_by_the_same_content(container: str, make_store: Callable[..., Path], images_dir: Path, tree: Tree) -> None:  # fmt: skip
+def test_overwrite_by_the_same_content(
+    container: str, make_store: Callable[..., Path], images_dir: Path, tree: Tree
+) -> None:
     store = make_store(container)
     before = contents(tree(store))
     shardstore.convert(images_dir, store, overwrite=True, workers=1)
@@ -325,7 +348,9 @@ def test_a_failed_overwrite_leaves_the_old_store(
 
 @pytest.mark.parametrize("below", ["", "out.zarr", "cat", "cat/out.zarr", "new/out.h5", "../images/out"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_target_inside_the_source_is_refused(below: str, overwrite: bool, images_dir: Path, tmp_path: Path, tree: Tree) -> None:  # fmt: skip
+def test_a_target_inside_the_source_is_refused(
+    below: str, overwrite: bool, images_dir: Path, tmp_path: Path, tree: Tree
+) -> None:
     source = shutil.copytree(images_dir, tmp_path / "images")
     before = contents(tree(source))
     with pytest.raises(shardstore.OptionError):
@@ -334,7 +359,9 @@ def test_a_target_inside_the_source_is_refused(below: str, overwrite: bool, imag
 
 
 @pytest.mark.parametrize("linked", ["source", "target"])
-def test_a_target_inside_the_source_is_refused_through_links(linked: str, images_dir: Path, tmp_path: Path, tree: Tree) -> None:  # fmt: skip
+def test_a_target_inside_the_source_is_refused_through_links(
+    linked: str, images_dir: Path, tmp_path: Path, tree: Tree
+) -> None:
     source = shutil.copytree(images_dir, tmp_path / "images")
     alias = tmp_path / "alias"
     alias.symlink_to(source)
@@ -346,7 +373,9 @@ def test_a_target_inside_the_source_is_refused_through_links(linked: str, images
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_the_folder_around_the_source_is_not_replaced(container: str, images_dir: Path, tmp_path: Path, tree: Tree) -> None:  # fmt: skip
+def test_the_folder_around_the_source_is_not_replaced(
+    container: str, images_dir: Path, tmp_path: Path, tree: Tree
+) -> None:
     source = shutil.copytree(images_dir, tmp_path / "around" / "images")
     before = contents(tree(source))
     with pytest.raises(shardstore.OptionError):
@@ -374,7 +403,9 @@ def test_a_folder_of_the_user_named_partial_is_in_the_way(container: str, images
     assert (partial / "thesis.txt").read_text() == "my own"
 
 
-def test_files_of_the_user_beside_hdf5_shards_do_not_end_in_a_crash(make_store: Callable[..., Path], images_dir: Path) -> None:  # fmt: skip
+def test_files_of_the_user_beside_hdf5_shards_do_not_end_in_a_crash(
+    make_store: Callable[..., Path], images_dir: Path
+) -> None:
     # What macOS and Windows leave in folders, for one.
     store = make_store("hdf5")
     (store.with_name("out.h5.shards") / ".DS_Store").write_bytes(b"\0")
@@ -406,7 +437,7 @@ def test_a_store_may_have_any_name(name: str, container: str, images_dir: Path, 
         ("a", "npy"),
         ("a.npy", "npy"),
         ("a.b/c", "npy"),
-    ],  # fmt: skip
+    ],
 )
 def test_the_ending_chooses_the_container(target: str, container: str, images_dir: Path, tmp_path: Path) -> None:
     summary = shardstore.convert(images_dir, str(tmp_path / target), workers=1, size=8)
@@ -476,7 +507,7 @@ class OutOfOrder(Executor):
 def test_shards_may_finish_in_any_order(container: str, make_store: Callable[..., Path], tree: Tree) -> None:
     options: dict[str, Any] = {"samples_per_shard": 4, "store": "encoded"}
     executor = OutOfOrder(3)
-    odd = make_store(container, executor=executor, **options)
+    odd = make_store(container, executor=executor, workers=2, **options)
     assert executor.most == 3
     assert contents(tree(odd)) == contents(tree(make_store(container, **options)))
 

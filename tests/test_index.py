@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -495,6 +496,30 @@ def test_validate_finds_a_change_of_any_cell_of_the_tables(
     assert shardstore.validate(path, level="decode", workers=1) == []
     assert count > 100
     assert not missed, "\n".join(map(str, missed))
+
+
+@pytest.mark.parametrize("layout", ["npy-encoded", "zarr-ragged-zstd", "npy-fixed", "zarr-fixed-zstd"])
+@pytest.mark.parametrize("column", ["count", "nbytes"])
+def test_a_damaged_count_of_the_tables_costs_no_memory(
+    column: str, layout: str, stores: Callable[[str], Path], copied: Callable[[Path], Path]
+) -> None:
+    path = copied(stores(layout))
+    for name in shardstore.open(path).schema.array_names:
+        good = table_of(path, name)
+        bad = good.copy()
+        bad[column][0] += 1 << 26
+        np.save(root_of(path) / "index" / f"{name}.npy", bad)
+        tracemalloc.start()
+        try:
+            use(path)
+        except shardstore.DamagedStoreError:
+            pass
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 16 << 20, name
+        np.save(root_of(path) / "index" / f"{name}.npy", good)
+    assert shardstore.validate(path, workers=1) == []
 
 
 @given(st.data())

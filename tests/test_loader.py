@@ -18,8 +18,6 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
 import shardstore
 from shardstore import ShardDataset
@@ -82,6 +80,16 @@ def keys_of(batches: Any) -> list[str]:
 
 def stored_keys(path: Path) -> list[str]:
     return [str(sample.key) for sample in shardstore.open(path, fields=["key"])]
+
+
+def failure(loader: DataLoader[Any], kind: type[Exception]) -> Exception:
+    """The error in which a pass ends."""
+    with pytest.raises(kind) as caught:
+        list(loader)
+    error = caught.value.with_traceback(None)
+    del caught
+    gc.collect()  # otherwise the workers live on in the traceback's frames, and delay another test's
+    return error
 
 
 # -- every sample once ------------------------------------------------------------------------------------------------
@@ -432,11 +440,16 @@ def test_other_fields_come_as_tensors_and_lists(tmp_path: Path, way: str) -> Non
 # -- transforms -------------------------------------------------------------------------------------------------------
 
 
-def classic() -> Compose:
+def classic() -> Any:
+    # Here and not at the top: every spawned worker imports this file.
+    from torchvision.transforms import Compose, Normalize, Resize, ToTensor
+
     return Compose([Resize((224, 224)), ToTensor(), Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])])
 
 
 def test_the_classic_pipeline_gives_the_batches_of_image_folder(images_store: Path, images_dir: Path) -> None:
+    from torchvision.datasets import ImageFolder
+
     # Without a rule of ours, torchvision would leave out the GIF.
     folder = ImageFolder(str(images_dir), transform=classic(), is_valid_file=lambda path: True)
     expected = list(DataLoader(folder, batch_size=8))
@@ -491,9 +504,9 @@ def test_an_error_in_a_transform_carries_sample_and_key(
     store: Path, way: str, workers: int, context: str | None
 ) -> None:
     loader = WAYS[way](store, workers, context, fields=FIELDS, transforms=fail_on_one)
-    with pytest.raises(ZeroDivisionError, match="of mine") as caught:
-        list(loader)
-    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    error = failure(loader, ZeroDivisionError)
+    text = str(error) + "".join(getattr(error, "__notes__", []))
+    assert "of mine" in text
     assert "class1/000100.png" in text
     assert f"sample {stored_keys(store).index('class1/000100.png')}" in text
 
@@ -506,9 +519,7 @@ def test_an_error_in_a_transform_carries_sample_and_key(
 def test_pictures_of_different_sizes_are_refused_with_a_way_out(
     images_store: Path, way: str, workers: int, context: str | None, fields: list[str]
 ) -> None:
-    with pytest.raises(shardstore.StackError) as caught:
-        list(WAYS[way](images_store, workers, context, fields=fields))
-    text = str(caught.value)
+    text = str(failure(WAYS[way](images_store, workers, context, fields=fields), shardstore.StackError))
     assert "transform" in text
     assert "--size" in text
     single = shardstore.open(images_store, fields=["image", "key"])
@@ -572,10 +583,9 @@ def test_damage_stops_the_pass_and_is_named(make_store: Make, way: str, workers:
     shard.write_bytes(data)
     key = shardstore.open(store).key(20)
     loader = WAYS[way](store, workers, context, transform=classic())
-    with pytest.raises(shardstore.DamagedStoreError) as caught:
-        list(loader)
-    assert str(shard) in str(caught.value)
-    assert str(key) in str(caught.value)
+    text = str(failure(loader, shardstore.DamagedStoreError))
+    assert str(shard) in text
+    assert str(key) in text
 
 
 @pytest.mark.parametrize("batch_size", [None, 8])
@@ -638,12 +648,10 @@ def measure(path: str, leak: int) -> None:
     print(json.dumps([sum(sizes), memory]))
 
 
-def memory_after_an_epoch(path: Path, leak: int = 0) -> tuple[int, int]:
+def start_measuring(path: Path, leak: int) -> subprocess.Popen[str]:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_loader; "
     code += f"test_loader.measure({str(path)!r}, {leak})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    samples, memory = json.loads(done.stdout)
-    return samples, memory
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="only Linux tells what memory is private")
@@ -653,13 +661,12 @@ def test_memory_does_not_grow_with_the_store(make_store: Make, make_images: Make
         make_store("hdf5", source=make_images(n, sizes=((64, 48),), format="jpg"), samples_per_shard=64)
         for n in (few, many)
     ]
-    samples_few, memory_few = memory_after_an_epoch(stores[0])
-    samples_many, memory_many = memory_after_an_epoch(stores[1])
-    assert (samples_few, samples_many) == (few, many)
+    # The same measurement with a leak must fail the same bound.
+    running = [start_measuring(store, leak) for leak in (0, LEAK) for store in stores]
+    found = [json.loads(process.communicate()[0]) for process in running]
+    assert [samples for samples, _ in found] == [few, many, few, many]
+    memory_few, memory_many, leaking_few, leaking_many = [memory for _, memory in found]
     assert memory_few > MIB
     assert memory_many - memory_few < BOUND
-    # The same measurement sees a leak.
-    _, leaking_few = memory_after_an_epoch(stores[0], LEAK)
-    _, leaking_many = memory_after_an_epoch(stores[1], LEAK)
     assert leaking_many - leaking_few > BOUND
     assert leaking_many - leaking_few > 0.9 * LEAK * (many - few)

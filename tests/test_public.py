@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -36,6 +37,7 @@ PUBLIC = [
 # A module imports only from strictly lower floors, or sideways inside a folder (sources, formats, cli).
 FLOORS = {
     "errors": 0,
+    "npyfile": 0,
     "files": 1,
     "codecs": 1,
     "order": 1,
@@ -74,6 +76,7 @@ HOMES = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, str]:
     """The source text of every module of the package, as installed, by its dotted name."""
     texts = {}
@@ -104,6 +107,11 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+def floor(name: str) -> int:
+    """Where a room is; -1 for one without a floor, of which another test complains."""
+    return FLOORS.get(name, -1)
+
+
 def target_module(module: str, name: str | None, known: Iterable[str]) -> str:
     """The module that an import of ours reaches: ``from shardstore import images`` is ``shardstore.images``."""
     return f"{module}.{name}" if name and f"{module}.{name}" in known else module
@@ -119,8 +127,8 @@ def floor_breaches(texts: dict[str, str]) -> list[str]:
                 continue
             there = room(target_module(imported, name, packages))
             sideways = here == there and here in ("sources", "formats", "cli")
-            if not sideways and FLOORS[there] >= FLOORS[here]:
-                found.append(f"{module} (floor {FLOORS[here]}) imports {there} (floor {FLOORS[there]})")
+            if not sideways and floor(there) >= floor(here):
+                found.append(f"{module} (floor {floor(here)}) imports {there} (floor {floor(there)})")
             if here == "cli" and there not in ("cli", *CLI_MAY_IMPORT_FROM) and name not in (None, *PUBLIC):
                 found.append(f"{module} imports {imported}.{name}, which is not public")
     return found
@@ -184,7 +192,6 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
 
 
 def test_errors_form_the_documented_tree() -> None:
-    assert issubclass(shardstore.OptionError, (shardstore.ShardstoreError, ValueError))
     assert issubclass(shardstore.OptionError, ValueError)
     assert issubclass(shardstore.NoStoreError, FileNotFoundError)
     assert issubclass(shardstore.StackError, RuntimeError)

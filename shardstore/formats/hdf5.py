@@ -166,4 +166,5 @@ def _map_shard(properties: Any, array: Array, place: tuple[int, int, int], file:
     target.select_hyperslab((shard * array.shard_items, *zeros), (count, *shape))
     source = h5py.h5s.create_simple((_room(array, count), *shape))
     source.select_hyperslab((0, *zeros), (count, *shape))
-    properties.set_virtual(target, os.fsencode(file), array.name.replace(".", "/").encode(), source)
+    name = os.fsencode(file).replace(b"%", b"%%")  # HDF5 takes %b for a block's number
+    properties.set_virtual(target, name, array.name.replace(".", "/").encode(), source)

@@ -6,7 +6,7 @@ Sources know keys, columns and bytes; they know no shards, and pixels only where
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,10 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options that shaped the content already, where the source is a store."""
+
     def take(self, numbers: Numbers) -> Source:
         """The source of only these samples, in this order."""
 
@@ -68,18 +72,17 @@ def open_source(source: str | Path | Sequence[Any]) -> Source:
         return SequenceSource.scan(source)
     path = os.fspath(source)
     from shardstore.errors import NoStoreError
-    from shardstore.index import load
+    from shardstore.index import lacks_description, load
 
     try:
         index = load(path)
     except NoStoreError as error:
-        if os.path.isdir(path):
+        if os.path.isdir(path) and not lacks_description(path):
             from shardstore.sources.folder import FolderSource
 
             return FolderSource.scan(path)
         if os.path.exists(path):
-            hint = "A source is a folder of images, or a store."
-            raise SourceError(Problem("neither a folder nor a store", path, hint=hint)) from error
+            raise SourceError(error.problem) from error
         raise SourceError(Problem("no such file or folder", path)) from None
     from shardstore.sources.store import StoreSource
 

@@ -9,8 +9,8 @@ left out is noted. Links are followed, but not into a folder that contains them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class FolderSource:
     classes: tuple[str, ...] | None
     notes: list[str]
     in_process: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def scan(cls, root: str) -> FolderSource:
@@ -85,9 +86,9 @@ class FolderSource:
         keys = self.keys.take(numbers)
         return replace(self, keys=keys, labels=self.labels[numbers], sizes=self.sizes[numbers], notes=[])
 
-    def lengths(self, field: str) -> Numbers:
+    def lengths(self, name: str) -> Numbers:
         """Bytes of each file, or of each key."""
-        return self.sizes if field == "image" else self.keys.lengths()
+        return self.sizes if name == "image" else self.keys.lengths()
 
     def read(self, number: int) -> tuple[Any, ...]:
         """A file's bytes, its label and key."""

@@ -7,6 +7,8 @@ are no identifiers are changed, and noted.
 
 from __future__ import annotations
 
+import dataclasses
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ class SequenceSource:
     numbers: Numbers
     notes: list[str]
     in_process: bool = True
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def scan(cls, sequence: Sequence[Any]) -> SequenceSource:
@@ -109,6 +112,7 @@ def _names(sample: Any) -> tuple[list[str], list[str]]:
     for name in given:
         new = re.sub(r"\W", "_", name).lstrip("_") or "field"
         new = new if new.isidentifier() else f"field_{new}"
+        new += "_" if keyword.iskeyword(new) else ""
         while new in names:
             new += "_"
         names.append(new)

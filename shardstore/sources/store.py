@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,11 @@ class StoreSource:
     def classes(self) -> tuple[str, ...] | None:
         """Those of the store."""
         return self.reader.index.schema.classes
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Those of the store."""
+        return self.reader.index.schema.options
 
     def __len__(self) -> int:
         return len(self.numbers)
