@@ -5,6 +5,7 @@ Exit codes: 0 all is well, 1 problems were found (bad files, a damaged store), 2
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -31,6 +32,9 @@ for command in (convert, export, info, validate):
 
 def main() -> None:
     """Run the command line; never ends in a traceback for bad input."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal or pipe cannot show gets a substitute
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.exceptions.Exit as error:

@@ -236,9 +236,9 @@ class Reader:
         table = self.index.table(spec.name)[rows]
         count = int(self.index.shards["count"][shard])
         start, length, crc = (self._part(field, part, shard) for part in ("start", "length", "crc32c"))
-        chunk = np.repeat(np.arange(len(table)), table["count"])
-        if len(chunk) != count or len(start) < count:
+        if table["count"].sum(dtype=np.int64) != count or len(start) < count:
             raise self._damaged("the chunk table does not cover the shard's samples", spec.name, shard=shard)
+        chunk = np.repeat(np.arange(len(table)), table["count"])
         chunk_first = np.cumsum(table["count"], dtype=np.int64) - table["count"]
         start, length = start[:count], length[:count]
         begin = (start - start[chunk_first[chunk]]) * size

@@ -65,7 +65,7 @@ class Summary:
         where = f"{size} in {s.shards} shard{'s' if s.shards > 1 else ''}" + ("" if self.dry_run else speed)
         lines = [
             f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {where}",
-            f"stored as {kind}" + (f": {self.reason}" if self.reason else ", as asked"),
+            f"stored as {kind}" + (f": {self.reason}" if self.reason else ""),
         ]
         if self.rejects:
             lines.append(f"left out: {len(self.rejects)} bad files, listed in {REJECTS}; the first: {self.rejects[0]}")
@@ -136,10 +136,11 @@ def convert(
         if chosen.dry_run:
             return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
         place.begin()
+        job = _Job(place, pool, chosen, progress or (lambda done, total: None))
         try:
-            job = _Job(place, pool, chosen, progress or (lambda done, total: None))
             schema, rejects = job.run(samples, plan, shapes)
         except ShardstoreError:
+            pool.close()  # nobody may write into the folder that is removed
             place.discard()
             raise
     place.commit(schema.fingerprint)
@@ -251,7 +252,8 @@ class _Job:
         """Write index and metadata, and prove that they agree."""
         root, results = self.place.root, [self.done[shard] for shard in range(plan.schema.shards)]
         shards, tables = _tables(plan.schema, results)
-        schema = replace(plan.schema, fingerprint=fingerprint(plan.schema, shards))
+        name = os.path.basename(self.place.path) if plan.schema.container == "hdf5" else ""
+        schema = replace(plan.schema, name=name, fingerprint=fingerprint(plan.schema, shards))
         items = {name: counts.tolist() for name, counts in plan.items.items()}
         formats.load(schema.container).finish(root, schema, items, self.place.main)
         if self.rejects:

@@ -192,7 +192,10 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
 def _short(path: str) -> str:
     """Relative to the working directory, where it lies below that."""
-    relative = os.path.relpath(path)
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):  # another drive of Windows; a working directory that is gone
+        return path
     return path if relative.startswith(os.pardir) else relative
 
 

@@ -33,14 +33,14 @@ codec these stand one after the other, with a codec each chunk decodes to ``chun
 
 **Files of the index**, all written last, ``shardstore.json`` last of all:
 
-- ``index/<array>.npy``: the chunk table, a one-dimensional structured array of :data:`shardstore.schema.CHUNK`, in
-  order of samples.
+- ``index/<array>.chunks.npy``: the chunk table, a one-dimensional structured array of
+  :data:`shardstore.schema.CHUNK`, in order of samples.
 - ``index/shards.npy``: one row a shard (:func:`shardstore.schema.shard_dtype`): ``first``, ``count``; for each array
   the first of its ``rows`` in the chunk table; for each file ``size`` and ``crc32c``; for each field ``content``,
   a CRC-32C of its values in this shard: of the uncompressed items for an array field, else of the arrays ``length``,
   ``crc32c`` and ``shape``.
-- ``shardstore.json``: the schema; ``files``: size and CRC-32C of every other file but the shards; ``crc32c`` of itself,
-  taken with the eight digits of that value as zeros.
+- ``shardstore.json``: the schema; ``name`` of an HDF5 store's file, which stands in it; ``files``: size and CRC-32C of
+  every other file but the shards; ``crc32c`` of itself, taken with the eight digits of that value as zeros.
 
 So each byte of a store is under a checksum that is under another, up to the JSON's own.
 
@@ -94,7 +94,7 @@ class Index:
     def table(self, array: str) -> Table:
         """The chunk table of an array, of dtype :data:`CHUNK`."""
         if array not in self._tables:
-            self._tables[array] = _load_table(f"{self.root}/index/{array}.npy", CHUNK)
+            self._tables[array] = _load_table(f"{self.root}/index/{array}.chunks.npy", CHUNK)
         return self._tables[array]
 
     def check_unchanged(self) -> None:
@@ -191,6 +191,9 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
     schema = _load_schema(path, root)
     if fingerprint not in (None, schema.fingerprint):
         raise DamagedStoreError(Problem("the store was replaced while it was in use", path, hint="Open it again."))
+    if schema.container == "hdf5" and os.path.basename(path) != schema.name:
+        hint = f"The file leads to its shards by the name {schema.name}: rename the pair back to it."
+        raise DamagedStoreError(Problem("an HDF5 store was renamed", path, expected=schema.name, hint=hint))
     for name, (size, _) in (schema.files or {}).items():
         file = path if name == ".h5" else f"{root}/{name}"
         got = os.path.getsize(file) if os.path.isfile(file) else None
@@ -227,7 +230,8 @@ def write_index(root: str | Path, schema: Schema, shards: Table, tables: Sequenc
     """Write the index files into ``root``, all but ``shardstore.json``; returns the schema that lists them."""
     os.makedirs(f"{root}/index", exist_ok=True)
     files = dict(schema.files or {})
-    for name, table in zip(["shards", *(a.name for a in schema.arrays)], [shards, *tables], strict=True):
+    names = ["shards", *(f"{array.name}.chunks" for array in schema.arrays)]
+    for name, table in zip(names, [shards, *tables], strict=True):
         data = npyfile.header(table.dtype, table.shape) + table.tobytes()
         write_file(f"{root}/index/{name}.npy", data)
         files[f"index/{name}.npy"] = (len(data), crc32c(data))

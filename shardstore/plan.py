@@ -11,7 +11,7 @@ from shardstore.codecs import Codec
 from shardstore.errors import OptionError, Problem, SourceError
 from shardstore.images import Fit
 from shardstore.options import Check, ConvertOptions
-from shardstore.schema import Array, Container, Field, Schema, parts
+from shardstore.schema import MAX_CHUNK, ROW_DTYPES, Array, Container, Field, Schema, parts
 from shardstore.sources import Numbers, Source
 
 # 256 samples let batches and workers divide shards evenly, and that wins until a shard would pass 512 MiB.
@@ -21,8 +21,6 @@ _SHARD_COUNTS = (24, 12, 6, 4, 3, 2)
 _BLOB_CHUNK_BYTES = 1 << 20
 _INNER_BYTES = 1 << 20  # Zarr's inner chunks of an uncompressed byte stream; nothing of ours reads by them
 _AUTO_GROWTH = 2  # "auto" takes pixels up to this many times the files' bytes
-_MAX_CHUNK = (1 << 32) - 1  # u4 in the chunk table
-_ROWS_PART = {"start": "<i8", "length": "<i8", "crc32c": "<u4", "shape": "<i4"}
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ def _arrays(field: Field, counts: Numbers | None, shard_samples: int, options: C
     arrays = [Array(field.name + ".data", field.dtype, (), room, chunk, codec)]
     for part in parts(field.kind)[1:]:
         shape = (len(field.shape),) if part == ".shape" else ()
-        arrays.append(Array(field.name + part, _ROWS_PART[part[1:]], shape, shard_samples, shard_samples, "none"))
+        arrays.append(Array(field.name + part, ROW_DTYPES[part[1:]], shape, shard_samples, shard_samples, "none"))
     return arrays
 
 
@@ -247,8 +245,8 @@ def _divisor(number: int, limit: int) -> int:
 
 
 def _check_chunk(field: Field, nbytes: int) -> None:
-    if nbytes > _MAX_CHUNK:
-        what = Problem("a sample is too large for one chunk", field=field.name, expected=f"at most {_MAX_CHUNK} bytes")
+    if nbytes > MAX_CHUNK:
+        what = Problem("a sample is too large for one chunk", field=field.name, expected=f"at most {MAX_CHUNK} bytes")
         raise SourceError(replace(what, got=f"{nbytes}"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import TypeVar
@@ -24,12 +25,16 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self._given is None and self.workers > 1:
-            self._own = ProcessPoolExecutor(self.workers)
+            self._own = ProcessPoolExecutor(self.workers, initializer=_ignore_interrupts)
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that are this pool's own."""
         if self._own is not None:
-            self._own.shutdown(cancel_futures=kind is not None)
+            self._own.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
         """Results as they come, in any order."""
@@ -51,5 +56,9 @@ class Pool:
             hint = "It may have run out of memory: try fewer --workers, then run the command again."
             raise ShardstoreError(Problem("a worker process died", hint=hint)) from error
         finally:
-            for future in waiting:
-                future.cancel()
+            wait([future for future in waiting if not future.cancel()])
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C goes to all processes of a terminal: the parent alone answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,7 +10,8 @@ import hashlib
 import json
 import keyword
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,10 @@ Kind = Literal["array", "ragged", "bytes"]
 Content = Literal["image", "label", "text", "data"]
 CONTAINERS: tuple[Container, ...] = get_args(Container)
 Table = np.ndarray[Any, np.dtype[np.void]]
+
+Sure = Callable[[bool, str], None]
+MAX_CHUNK = (1 << 32) - 1  # bytes; u4 in the chunk table
+ROW_DTYPES = {"start": "<i8", "length": "<i8", "crc32c": "<u4", "shape": "<i4"}  # the parts of bytes and ragged fields
 
 _NO_CRC = '"crc32c": "00000000"'
 
@@ -89,6 +94,7 @@ class Schema:
         fields, arrays: in the order of the tables' columns.
         classes: names by class number, or None.
         options: those of the conversion that shaped the content.
+        name: of the file of an HDF5 store, which leads to the shards by it; else empty.
         fingerprint: see above.
         files: path below the folder -> (size, crc32c); for hdf5 the file itself stands under ``.h5``.
     """
@@ -100,6 +106,7 @@ class Schema:
     arrays: tuple[Array, ...]
     classes: tuple[str, ...] | None
     options: Mapping[str, Any]
+    name: str = ""
     fingerprint: str = ""
     files: Mapping[str, tuple[int, int]] | None = None
 
@@ -209,10 +216,6 @@ def from_json(data: bytes) -> Schema:
     return schema
 
 
-def _is_name(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)
-
-
 def _check_schema(schema: Schema) -> None:
     """Raise ValueError unless all parts fit together, so that later code may rely on them."""
 
@@ -221,14 +224,54 @@ def _check_schema(schema: Schema) -> None:
             raise ValueError(what)
 
     sure(schema.container in CONTAINERS, f"unknown container {schema.container!r}")
-    sure(schema.samples > 0 and schema.shard_samples > 0, "sample counts must be positive")
-    sure(all(_is_name(f.name) for f in schema.fields), "a field's name is no identifier")
-    sure(all(f.kind in get_args(Kind) for f in schema.fields), "unknown kind of field")
+    sure(_is_count(schema.samples) and _is_count(schema.shard_samples), "sample counts must be positive numbers")
+    sure(isinstance(schema.fingerprint, str) and bool(re.fullmatch("[0-9a-f]{32}", schema.fingerprint)), "fingerprint")
+    sure(isinstance(schema.name, str), "the name is no text")
+    sure(len({f.name for f in schema.fields}) == len(schema.fields) > 0, "fields must have names of their own")
+    for field in schema.fields:
+        _check_field(field, sure)
     sure([a.name for a in schema.arrays] == [f.name + p for f in schema.fields for p in parts(f.kind)], "arrays differ")
     for array in schema.arrays:
-        sure(np.dtype(array.dtype).kind in "biuf", f"array {array.name} has dtype {array.dtype}")
-        sure(array.codec in CODECS, f"unknown codec {array.codec!r}")
-        sure(0 < array.chunk_items <= array.shard_items, f"array {array.name} has impossible chunks")
-        sure(array.shard_items % array.chunk_items == 0, f"array {array.name}: chunks do not divide the shard")
-    for path in schema.files or ():
-        sure(not os.path.isabs(path) and ".." not in path.split("/"), f"path {path!r} leads out of the store")
+        _check_array(array, schema, sure)
+    sure(schema.classes is None or all(isinstance(name, str) for name in schema.classes), "a class name is no text")
+    sure(isinstance(schema.options, dict), "options are no table")
+    files = schema.files or {}
+    sure(all(size >= 0 and 0 <= crc < 1 << 32 for size, crc in files.values()), "impossible sizes or checksums")
+    tables = {f"index/{name}.npy" for name in ("shards", *(f"{a.name}.chunks" for a in schema.arrays))}
+    sure(tables <= files.keys(), "files of the index are not listed")
+    for path in files:
+        sure(not os.path.isabs(path) and ".." not in re.split(r"[/\\]", path), f"path {path!r} leads out of the store")
+
+
+def _check_field(field: Field, sure: Sure) -> None:
+    sure(isinstance(field.name, str) and _is_name(field.name), f"{field.name!r} is no field name")
+    sure(field.kind in get_args(Kind) and field.content in get_args(Content), f"field {field.name}: unknown kind")
+    sure(
+        isinstance(field.dtype, str) and bool(re.fullmatch(r"[|<][biuf]\d{1,2}", field.dtype)), f"dtype {field.dtype!r}"
+    )
+    shape = field.shape
+    sure(len(shape) <= 32 and all(type(n) is int and -1 <= n < 1 << 32 for n in shape), f"shape of field {field.name}")
+    sure(field.kind != "array" or -1 not in shape, f"field {field.name}: an open shape")
+    sure(field.kind != "bytes" or (shape == (-1,) and field.dtype == "|u1"), f"field {field.name}: bytes are |u1")
+    sure(field.content != "image" or field.kind == "bytes" or len(shape) == 3, f"field {field.name}: no picture")
+
+
+def _check_array(array: Array, schema: Schema, sure: Sure) -> None:
+    name, _, part = array.name.partition(".")
+    field = schema.field(name)
+    item_shape = field.shape if not part else (len(field.shape),) if part == "shape" else ()
+    dtype = field.dtype if part in ("", "data") else ROW_DTYPES[part]
+    sure((array.dtype, array.item_shape) == (dtype, item_shape), f"array {array.name}: dtype or shape of another field")
+    sure(array.codec in CODECS and (array.codec == "none" or part in ("", "data")), f"array {array.name}: codec")
+    sure(_is_count(array.chunk_items) and _is_count(array.shard_items), f"array {array.name}: impossible chunks")
+    sure(array.shard_items % array.chunk_items == 0, f"array {array.name}: chunks do not divide the shard")
+    sure(part == "data" or array.shard_items == schema.shard_samples, f"array {array.name}: another shard size")
+    sure(array.chunk_items * array.item_bytes <= MAX_CHUNK, f"array {array.name}: chunks above {MAX_CHUNK} bytes")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 62
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)

@@ -58,7 +58,10 @@ class Target:
             raise OptionError(Problem(what, self.path, hint="Choose another target."))
 
     def _exists(self) -> bool:
-        return os.path.lexists(self.path) or (self._container == "hdf5" and os.path.lexists(self.path + HDF5_FOLDER))
+        if os.path.lexists(self.path):
+            return True
+        # Without its file, a folder of shards is somebody's, or what an interrupted commit left.
+        return self._container == "hdf5" and os.path.lexists(self.path + HDF5_FOLDER) and not self._partial_is_ours()
 
     def _replaceable(self) -> bool:
         if os.path.isdir(self.path) and not os.listdir(self.path):
@@ -66,7 +69,7 @@ class Target:
         try:
             locate(self.path)
         except NoStoreError:
-            return False
+            return os.path.isdir(f"{self._partial}/replaced")  # an interrupted commit had set the old shards aside
         return True
 
     def _partial_is_ours(self) -> bool:

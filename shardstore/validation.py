@@ -162,8 +162,9 @@ def _check_shard(index: Index, depth: int, tables_good: bool, shard: int) -> tup
             problems += _check_file(path, int(size), int(crc), shard=shard)
     if not tables_good:
         return shard, problems
+    problems += _damaged_chunks(index, shard) if depth >= 1 else []
     if problems:
-        return shard, problems + (_damaged_chunks(index, shard) if depth >= 1 else [])
+        return shard, problems
     problems += _check_places(index, shard)
     if depth >= 2 and not problems:
         problems += _decode_shard(index, shard)
@@ -171,7 +172,7 @@ def _check_shard(index: Index, depth: int, tables_good: bool, shard: int) -> tup
 
 
 def _damaged_chunks(index: Index, shard: int) -> list[Problem]:
-    """Which chunks of a damaged shard are hit, and their samples."""
+    """Which chunks are not what the index says, and their samples."""
     reader, problems = Reader(index), []
     for array in index.schema.arrays:
         rows = index.rows(shard, array.name)

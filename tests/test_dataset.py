@@ -25,6 +25,9 @@ import shardstore
 
 Make = Callable[..., Path]
 
+# Tests take more workers than a small machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 # What the same pictures are as encoded files, as one array, as arrays of many sizes, and compressed.
 STORES: dict[str, tuple[str, dict[str, Any]]] = {
     "encoded-npy": ("npy", {}),

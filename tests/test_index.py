@@ -62,16 +62,20 @@ def sign(path: Path, raw: Any) -> None:
     (root_of(path) / "shardstore.json").write_bytes(signed(raw))
 
 
+def file_name(table: str) -> str:
+    return "shards.npy" if table == "shards" else f"{table}.chunks.npy"
+
+
 def rewrite(path: Path, name: str, table: np.ndarray[Any, Any]) -> None:
     """Replace a table of the index and make all checksums above it right again."""
-    file, raw = root_of(path) / "index" / f"{name}.npy", read_json(path)
+    file, raw = root_of(path) / "index" / file_name(name), read_json(path)
     np.save(file, table)
-    raw["files"][f"index/{name}.npy"] = [file.stat().st_size, google_crc32c.value(file.read_bytes())]
+    raw["files"][f"index/{file_name(name)}"] = [file.stat().st_size, google_crc32c.value(file.read_bytes())]
     sign(path, raw)
 
 
 def table_of(path: Path, name: str) -> np.ndarray[Any, Any]:
-    return np.load(root_of(path) / "index" / f"{name}.npy")
+    return np.load(root_of(path) / "index" / file_name(name))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +163,7 @@ def test_files_lists_size_and_checksum_of_all_but_the_shards(layout: str, stores
     for name, entry in listed.items():
         data = (path if name == ".h5" else root / name).read_bytes()
         assert entry == [len(data), google_crc32c.value(data)], name
-    names = {f"index/{a}.npy" for a in [*(a["name"] for a in read_json(path)["arrays"]), "shards"]}
+    names = {f"index/{file_name(a)}" for a in [*(a["name"] for a in read_json(path)["arrays"]), "shards"]}
     others = {"npy": set(), "hdf5": {".h5"}}.get(layout.partition("-")[0])
     if others is None:
         others = {p.relative_to(root).as_posix() for p in root.rglob("zarr.json")}
@@ -508,7 +512,7 @@ def test_a_damaged_count_of_the_tables_costs_no_memory(
         good = table_of(path, name)
         bad = good.copy()
         bad[column][0] += 1 << 26
-        np.save(root_of(path) / "index" / f"{name}.npy", bad)
+        np.save(root_of(path) / "index" / file_name(name), bad)
         tracemalloc.start()
         try:
             use(path)
@@ -518,7 +522,7 @@ def test_a_damaged_count_of_the_tables_costs_no_memory(
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         assert peak < 16 << 20, name
-        np.save(root_of(path) / "index" / f"{name}.npy", good)
+        np.save(root_of(path) / "index" / file_name(name), good)
     assert shardstore.validate(path, workers=1) == []
 
 

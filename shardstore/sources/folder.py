@@ -9,6 +9,7 @@ left out is noted. Links are followed, but not into a folder that contains them.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,10 +50,12 @@ class FolderSource:
             SourceError: no picture is in it.
         """
         root = os.path.abspath(root)
+        if not os.path.isdir(root):
+            raise SourceError(Problem("no such folder", root))
         found = _Found(root)
         folders, loose = _list(root)
         if folders:
-            names = sorted(name for name, _ in folders)
+            names = sorted(folders)
             for label, name in enumerate(names):
                 found.add_class(label, name)
             pictures = [name for name, _ in loose if found.is_picture(f"{root}/{name}")]
@@ -156,20 +159,24 @@ class _Found:
             return False
 
 
-def _list(folder: str) -> tuple[list[tuple[str, os.DirEntry[str]]], list[tuple[str, int]]]:
-    """Sub-folders, and files with sizes (0 for what cannot be looked at: reading it will say why)."""
+def _list(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """Sub-folders, and files with sizes (0 for what cannot be looked at: reading it will say why); no pipes, sockets
+    or devices."""
     folders, files = [], []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _LITTER:
                 continue
             if entry.is_dir():
-                folders.append((entry.name, entry))
-            else:
-                try:
-                    files.append((entry.name, entry.stat().st_size))
-                except OSError:
-                    files.append((entry.name, 0))
+                folders.append(entry.name)
+                continue
+            try:
+                info = entry.stat()
+            except OSError:
+                files.append((entry.name, 0))
+                continue
+            if stat.S_ISREG(info.st_mode):  # a pipe would be waited for without end
+                files.append((entry.name, info.st_size))
     return folders, files
 
 
@@ -184,7 +191,7 @@ def _walk(folder: str, found: _Found, above: tuple[tuple[int, int], ...] = ()) -
     except OSError as error:
         raise SourceError(Problem(f"the folder cannot be read: {error.strerror}", folder)) from error
     yield folder, files
-    for name, _ in folders:
+    for name in folders:
         yield from _walk(f"{folder}/{name}", found, (*above, (info.st_dev, info.st_ino)))
 
 

@@ -29,6 +29,7 @@ class SequenceSource:
     """The samples of a sequence; see :class:`shardstore.sources.Source`."""
 
     sequence: Sequence[Any]
+    given: tuple[str, ...]  # the fields' names in the samples
     fields: tuple[Field, ...]
     counts: Numbers  # elements of each sample (row) of each field (column)
     classes: tuple[str, ...] | None
@@ -46,21 +47,23 @@ class SequenceSource:
         """
         if not len(sequence):
             raise SourceError("the sequence of samples is empty")
-        names, notes = _names(sequence[0])
-        first = [_value(v) for v in _values(sequence[0])]
+        given = _given_names(sequence[0])
+        names, notes = _names(given)
+        raw = _values(sequence[0], given, 0)
+        first = _arrays(raw, names, 0)
         shapes = [v.shape for v in first]
         counts = np.empty((len(sequence), len(names)), np.int64)
         for i in range(len(sequence)):
-            values = [_value(v) for v in _values(sequence[i])]
+            values = _arrays(_values(sequence[i], given, i), names, i)
             _check_alike(i, names, first, values)
             counts[i] = [v.size for v in values]
             shapes = [_common(shape, value.shape) for shape, value in zip(shapes, values, strict=True)]
         classes = getattr(sequence, "classes", None)
-        raw = _values(sequence[0])
         fields = tuple(_field(*parts, classes) for parts in zip(names, raw, first, shapes, strict=True))
         if not any(f.content == "label" for f in fields):
             classes = None
-        return cls(sequence, fields, counts, classes and tuple(map(str, classes)), np.arange(len(sequence)), notes)
+        classes = classes and tuple(map(str, classes))
+        return cls(sequence, tuple(given), fields, counts, classes, np.arange(len(sequence)), notes)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -77,12 +80,11 @@ class SequenceSource:
     def read(self, number: int) -> tuple[Any, ...]:
         """The values of one sample."""
         i = int(self.numbers[number])
-        values = [_value(v) for v in _values(self.sequence[i])]
+        values = _arrays(_values(self.sequence[i], self.given, i), [f.name for f in self.fields], i)
         for column, (field, value) in enumerate(zip(self.fields, values, strict=True)):
             if value.size != self.counts[i, column]:
-                raise SourceError(
-                    f"field {field.name} had {self.counts[i, column]} elements when read first, now {value.size}"
-                )
+                what = Problem("the sample changed between two readings", field=field.name, sample=i)
+                raise SourceError(replace(what, expected=f"{self.counts[i, column]} elements", got=f"{value.size}"))
         return tuple(v.tobytes() if f.kind == "bytes" else v for f, v in zip(self.fields, values, strict=True))
 
     def key(self, number: int) -> str:
@@ -95,28 +97,51 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x if x == y else -1 for x, y in zip(a, b, strict=True))
 
 
-def _values(sample: Any) -> list[Any]:
+def _given_names(sample: Any) -> list[Any]:
+    """The names of a sample's values, as it has them."""
     if isinstance(sample, Mapping):
-        return list(sample.values())
-    return list(sample) if isinstance(sample, tuple | list) else [sample]
+        return list(sample)
+    if hasattr(sample, "_fields"):
+        return list(sample._fields)
+    count = len(sample) if isinstance(sample, tuple | list) else 1
+    return [*_TUPLE_NAMES, *(f"field{i}" for i in range(2, count))][:count]
 
 
-def _names(sample: Any) -> tuple[list[str], list[str]]:
+def _values(sample: Any, given: Sequence[Any], number: int) -> list[Any]:
+    """The values of a sample in the order of these names."""
     if isinstance(sample, Mapping):
-        given = [str(name) for name in sample]
-    elif hasattr(sample, "_fields"):
-        given = list(sample._fields)
+        found: Any = ", ".join(map(str, sample))
+        values = [sample[name] for name in given] if set(sample) == set(given) else []
     else:
-        given = [*_TUPLE_NAMES, *(f"field{i}" for i in range(2, len(_values(sample))))][: len(_values(sample))]
+        values = list(sample) if isinstance(sample, tuple | list) else [sample]
+        found = f"{len(values)} values"
+    if len(values) != len(given):
+        what = Problem("a sample has other fields than the first", sample=number, expected=", ".join(map(str, given)))
+        raise SourceError(replace(what, got=found))
+    return values
+
+
+def _arrays(values: list[Any], names: Sequence[str], number: int) -> list[np.ndarray[Any, Any]]:
+    arrays = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            arrays.append(_value(value))
+        except SourceError as error:
+            raise SourceError(replace(error.problem, field=name, sample=number)) from error
+    return arrays
+
+
+def _names(given: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Identifiers for these names, and a note for each that had to change."""
     names: list[str] = []
-    for name in given:
+    for name in map(str, given):
         new = re.sub(r"\W", "_", name).lstrip("_") or "field"
         new = new if new.isidentifier() else f"field_{new}"
         new += "_" if keyword.iskeyword(new) else ""
         while new in names:
             new += "_"
         names.append(new)
-    notes = [f"field {a!r} is stored as {b!r}" for a, b in zip(given, names, strict=True) if a != b]
+    notes = [f"field {a!r} is stored as {b!r}" for a, b in zip(given, names, strict=True) if str(a) != b]
     return names, notes
 
 
@@ -150,9 +175,6 @@ def _field(name: str, raw: Any, value: np.ndarray[Any, Any], shape: tuple[int, .
 
 
 def _check_alike(number: int, names: list[str], first: list[Any], values: list[Any]) -> None:
-    if len(values) != len(names):
-        what = Problem("a sample has other fields than the first", sample=number, expected=", ".join(names))
-        raise SourceError(replace(what, got=f"{len(values)} values"))
     for name, a, b in zip(names, first, values, strict=True):
         if a.dtype != b.dtype or a.ndim != b.ndim:
             what = Problem("a sample has another type than the first", field=name, sample=number)
