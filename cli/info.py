@@ -19,7 +19,10 @@ def info(store: str, as_json: bool) -> None:
     if as_json:
         show_json(facts)
         return
-    shards = f"{facts['shards']} shard{'s' if facts['shards'] > 1 else ''} of up to {facts['shard_samples']:,} samples, {facts['bytes'] / 1e6:,.1f} MB"
+    plural = "s" if facts["shards"] > 1 else ""
+    shards = (
+        f"{facts['shards']} shard{plural} of up to {facts['shard_samples']:,} samples, {facts['bytes'] / 1e6:,.1f} MB"
+    )
     rows = [
         ("store", facts["path"]),
         ("container", f"{facts['container']}, {shards}"),

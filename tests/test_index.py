@@ -126,10 +126,11 @@ def test_description_is_ascii_json_with_the_documented_keys(stores: Callable[[st
     raw = read_json(stores("hdf5-ragged"))
     assert set(raw) == {
         "shardstore", "container", "samples", "shard_samples", "fields", "arrays", "classes", "options",
-        "fingerprint", "files", "crc32c",
+        "fingerprint", "name", "files", "crc32c",
     }  # fmt: skip
     assert (raw["shardstore"], raw["container"], raw["samples"], raw["shard_samples"]) == (0, "hdf5", 24, 10)
     assert raw["classes"] == ["cat", "dog", "fish"]
+    assert raw["name"] == "out.h5"
     assert [(f["name"], f["kind"], f["dtype"], f["shape"], f["content"]) for f in raw["fields"]] == [
         ("image", "ragged", "|u1", [-1, -1, 3], "image"),
         ("label", "array", "<i8", [], "label"),
@@ -306,8 +307,8 @@ def test_a_description_without_one_of_its_keys_is_refused(victim: tuple[Path, by
     keys = [place for place in places(raw) if isinstance(place[-1], str)]
     assert len(keys) > 60
     for place in keys:
-        if place[0] == "options" and len(place) > 1:
-            continue  # for people; nothing reads them on opening
+        if place == ("name",) or (place[0] == "options" and len(place) > 1):
+            continue  # the name is HDF5's; options are for people, and nothing reads them on opening
         sign(path, changed(raw, place, lambda parent, key: parent.pop(key)))
         if place[0] == "files" and len(place) > 1:
             # The store can be read without it, but not every file is under a checksum any more.

@@ -306,7 +306,9 @@ def test_a_damaged_chunk_is_named_with_its_samples(make_store: Make) -> None:
     assert "21 to 23" in (chunk.hint or "")
 
 
-@pytest.mark.parametrize("name", ["index/shards.npy", "index/image.data.npy", "index/label.npy", "shardstore.json"])
+@pytest.mark.parametrize(
+    "name", ["index/shards.npy", "index/image.data.chunks.npy", "index/label.chunks.npy", "shardstore.json"]
+)
 @pytest.mark.parametrize("container", ["npy", "zarr", "hdf5"])
 def test_a_damaged_index_is_found(make_store: Make, container: str, name: str) -> None:
     store = make_store(container)
