@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,19 +16,17 @@ import numpy as np
 from shardstore import formats, images, order, prove
 from shardstore.errors import Problem, ShardstoreError, SourceError, printable
 from shardstore.files import checksum_file, write_file
-from shardstore.index import JSON_NAME, Index, write_index
+from shardstore.index import JSON_NAME, REJECTS, Index, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
-from shardstore.pool import Pool
+from shardstore.pool import Pool, Progress
 from shardstore.schema import Schema, Table, fingerprint, shard_dtype, to_json
 from shardstore.sources import Numbers, Source, open_source
 from shardstore.target import Target, container_of
 from shardstore.write import ShardResult, Task, write_shard
 
-REJECTS = "rejects.jsonl"
 _PROBE_SAMPLES = 1024  # headers read in one task
 _SHUFFLE = 3  # what a derived key is for
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class _Job:
                 raise self._bad_source(len(bad) == len(good))
             kept = np.delete(np.arange(len(good)), bad)
             good = good[kept]
-            if shapes is not None and len(shapes.shapes) > len(good):
+            if shapes is not None and len(shapes.shapes) == len(good) + len(bad):  # else the first ones settled it
                 shapes = replace(shapes, shapes=shapes.shapes[kept])
             again = make_plan(source.take(good), plan.schema.container, self.options, shapes)
             self._keep(plan, again, int(bad[0]))

@@ -10,10 +10,10 @@ import numpy as np
 
 from shardstore import images
 from shardstore.chunks import Reader
-from shardstore.conversion import Progress
 from shardstore.errors import OptionError, Problem, printable
 from shardstore.files import write_file
 from shardstore.index import load
+from shardstore.pool import Progress
 from shardstore.schema import Field, Schema
 
 

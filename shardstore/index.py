@@ -67,6 +67,7 @@ from shardstore.files import crc32c, write_file
 from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_files
 
 JSON_NAME = "shardstore.json"
+REJECTS = "rejects.jsonl"  # a line of JSON for each bad file that was left out: key and reason
 PARTIAL = ".partial"
 _MAX_JSON = 1 << 28  # a class list of millions fits; what is larger is no schema
 _REPAIR = "Restore the store from a copy, or convert the source again with --overwrite."

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from shardstore.errors import Problem, ShardstoreError
 
+Progress = Callable[[int, int], None]  # called with (samples done, samples in all)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

@@ -17,12 +17,11 @@ import numpy as np
 
 from shardstore import formats, images, prove
 from shardstore.chunks import Reader
-from shardstore.conversion import REJECTS, Progress
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
 from shardstore.files import checksum_file, crc32c
-from shardstore.index import Index, lacks_description, load
+from shardstore.index import REJECTS, Index, lacks_description, load
 from shardstore.plan import Recipe
-from shardstore.pool import Pool
+from shardstore.pool import Pool, Progress
 from shardstore.schema import Field, shard_files
 from shardstore.sources.folder import FolderSource
 from shardstore.write import make_values

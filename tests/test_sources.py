@@ -569,3 +569,19 @@ def test_sequences_are_stored_shuffled_like_folders(tmp_path: Path) -> None:
     found = [int(sample.a) for sample in shardstore.open(store)]
     assert sorted(found) == list(range(50)) != found
     assert summary.schema.options["seed"] == 3
+
+
+def test_bad_files_among_many_sizes_leave_no_hole(tmp_path: Path) -> None:
+    # More files than are looked at to see that sizes differ, so that leaving some out plans again from the first ones.
+    folder = tmp_path / "imgs" / "a"
+    folder.mkdir(parents=True)
+    for i in range(90):
+        Image.new("RGB", (8 + i % 4, 8), (i, i, i)).save(folder / f"{i:02d}.png")
+    bad = range(0, 90, 3)
+    for i in bad:
+        (folder / f"{i:02d}.png").write_bytes(b"no picture")
+    good = [f"a/{i:02d}.png" for i in range(90) if i not in bad]
+    summary = shardstore.convert(tmp_path / "imgs", tmp_path / "out", on_error="skip", samples_per_shard=16, workers=2)
+    assert [p.key for p in summary.rejects] == [f"a/{i:02d}.png" for i in bad]
+    assert [s.key for s in shardstore.open(tmp_path / "out", fields=["key"])] == good
+    assert shardstore.validate(tmp_path / "out", level="decode", workers=1) == []
