@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardstore.codecs import decode
-from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
+from shardstore.errors import DamagedStoreError, OptionError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
 from shardstore.index import Index
 from shardstore.schema import parts
@@ -34,9 +34,24 @@ class ReadOptions:
     Attributes:
         window_bytes: bound, in bytes, of the decoded chunks that one reader keeps, and among which the samples of a
             compressed store are shuffled.
+        rank, world_size: which part of an epoch this process reads; None asks ``torch.distributed`` where that is
+            initialised, else there is one rank.
+        exact: for evaluation: repeat and drop nothing, so that ranks may make different numbers of steps.
     """
 
     window_bytes: int = WINDOW_BYTES
+    rank: int | None = None
+    world_size: int | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for values that are impossible by themselves or together."""
+        if (self.rank is None) != (self.world_size is None):
+            raise OptionError("rank and world_size belong together: give both or neither")
+        if self.rank is not None and self.world_size is not None and not 0 <= self.rank < self.world_size:
+            raise OptionError(f"rank must be in 0 .. world_size - 1; got {self.rank} of {self.world_size}")
+        if self.window_bytes < 1:
+            raise OptionError(f"window_bytes must be at least 1; got {self.window_bytes}")
 
 
 @dataclass(frozen=True)

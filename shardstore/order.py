@@ -10,10 +10,12 @@ last one staying last. Concatenated, they give positions ``0 .. samples - 1``.
 **Mixing.** Inside a lane, each *window* of consecutive positions is permuted by a keyed permutation, the whole lane
 where every sample can be read by itself.
 
-**Consumers.** Worker ``w`` of ``W`` takes the batches ``w, w + W, …``, which is how a DataLoader collects them: the
-sequence of batches does not depend on the workers, and where ``W`` divides ``L`` each worker reads lanes of its own.
-Without batches (:func:`consumer_range`) each worker takes a run of positions of its own: whole shards where there
-are enough of them.
+**Ranks and workers.** Rank ``r`` of ``R`` takes batch ``t * R + r`` at step ``t``; its worker ``w`` of ``W`` takes the
+steps ``w, w + W, …``, which is how a DataLoader collects them. So the sequence of batches does not depend on ranks or
+workers, and where ``R * W`` divides ``L`` each worker reads lanes of its own. Only the samples of a last step that is
+not full are dealt out anew, so that all ranks make the same number of steps (:class:`Share`).
+Without batches (:meth:`Order.consumer_range`) each worker takes a run of positions of its own: whole shards where one
+rank has enough of them.
 
 Keyed permutations need no memory: up to 1,024 numbers are sorted by a hash; above, a Feistel network (Luby and Rackoff,
 "How to construct pseudorandom permutations", 1988) with cycle walking (Black and Rogaway, "Ciphers with arbitrary
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -92,6 +94,31 @@ def lane_count(shards: int) -> int:
     return max(fit, key=lambda c: (shards % c == 0, c % 4 == 0, c), default=1)
 
 
+Tail = Literal["repeat", "drop", "exact"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of an epoch.
+
+    Attributes:
+        rank, ranks: which of how many.
+        tail: what becomes of the samples that the ranks cannot share evenly: at most ``ranks - 1`` are repeated; they
+            are dropped (with batches: all samples of a step that is not full); or some ranks get fewer, ``exact``.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    tail: Tail = "repeat"
+
+    def of(self, count: int) -> tuple[int, int]:
+        """The run (first, last + 1) of ``count`` samples that is this rank's; from ``count`` on it starts again."""
+        if self.tail == "exact":
+            return self.rank * count // self.ranks, (self.rank + 1) * count // self.ranks
+        each = count // self.ranks if self.tail == "drop" else -(-count // self.ranks)
+        return self.rank * each, (self.rank + 1) * each
+
+
 @dataclass(frozen=True)
 class Order:
     """One epoch's order of a store.
@@ -128,7 +155,7 @@ class Order:
     def mixed(self, numbers: Numbers, start: int, stop: int) -> Numbers:
         """The samples that come as the ``numbers``-th of the run of positions ``start .. stop - 1``, mixed."""
         if self.key is None:
-            return self.at(start + numbers)
+            return self.at((start + numbers) % self.samples)
         window = self.window or max(stop - start, 1)
         blocks = numbers // window
         out = np.empty_like(numbers)
@@ -138,7 +165,7 @@ class Order:
             key = derive(self.key, self.epoch, _MIX, start, first)
             size = min(window, stop - start - first)
             out[here] = start + first + permute(numbers[here] - first, size, key)
-        return self.at(out)
+        return self.at(out % self.samples)
 
     def batch_count(self, batch_size: int) -> int:
         """Batches of an epoch, a short last one among them."""
@@ -151,6 +178,21 @@ class Order:
         first = q // lanes * batch_size
         return self.mixed(np.arange(first, min(first + batch_size, stop - start)), start, stop)
 
+    def step_count(self, batch_size: int, share: Share) -> int:
+        """Steps that a rank makes in an epoch, the same for all but where ``tail`` is ``exact``."""
+        full, left = divmod(self.samples, batch_size * share.ranks)
+        first, last = share.of(left)
+        return full + (last > first and share.tail != "drop")
+
+    def step(self, t: int, batch_size: int, share: Share) -> Numbers:
+        """The sample numbers that a rank takes at step ``t``."""
+        q = t * share.ranks
+        if (q + share.ranks) * batch_size <= self.samples:
+            return self.batch(q + share.rank, batch_size)
+        left = np.concatenate([self.batch(i, batch_size) for i in range(q, self.batch_count(batch_size))])
+        first, last = share.of(len(left))
+        return left[np.arange(first, last) % len(left)]
+
     def _lane(self, lane: int, lanes: int, batch_size: int) -> tuple[int, int]:
         """First and last + 1 position of a lane. Lanes below ``longer`` have one batch more and lie behind the others,
         so that the store's last positions, and with them the short batch, are the end of the epoch's last lane."""
@@ -161,8 +203,10 @@ class Order:
             first, count = (lane - longer) * each, each
         return min(first * batch_size, self.samples), min((first + count) * batch_size, self.samples)
 
-    def consumer_range(self, worker: int, workers: int) -> tuple[int, int]:
-        """The run of positions (first, last + 1) of one worker: whole shards, or parts where there are too few."""
-        unit, units = (self.shard_samples, self.shards) if self.shards >= workers else (1, self.samples)
-        first, last = worker * units // workers, (worker + 1) * units // workers
-        return min(first * unit, self.samples), min(last * unit, self.samples)
+    def consumer_range(self, worker: int, workers: int, share: Share) -> tuple[int, int]:
+        """The run of positions (first, last + 1) of one worker of a rank; above ``samples`` they start from 0 again."""
+        first, last = share.of(self.samples)
+        unit = self.shard_samples if share.ranks == 1 and self.shards >= workers else 1
+        units = -(-(last - first) // unit)
+        begin, end = worker * units // workers * unit, (worker + 1) * units // workers * unit
+        return min(first + begin, last), min(first + end, last)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -148,3 +150,26 @@ def test_an_exception_in_the_middle_leaves_no_store(images_dir: Path, tmp_path: 
         shardstore.open(tmp_path / "out")
     shardstore.convert(images_dir, tmp_path / "out", workers=1, **OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_worker_processes_end_with_a_killed_conversion(images_dir: Path, tmp_path: Path) -> None:
+    # Left alone, they would hold memory for ever, and write into the folder of the conversion that is run again.
+    code = """
+import os, signal, sys
+import shardstore
+def progress(done, total):
+    if done >= 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+shardstore.convert(sys.argv[1], sys.argv[2], store="encoded", samples_per_shard=2, workers=2, progress=progress)
+"""
+    arguments = [sys.executable, "-c", code, str(images_dir), str(tmp_path / "out")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            # The workers have inherited the pipe: its end is their end.
+            process.communicate(timeout=20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    shardstore.convert(images_dir, tmp_path / "out", workers=2, **OPTIONS)
+    assert shardstore.validate(tmp_path / "out", level="decode", workers=1) == []

@@ -548,7 +548,7 @@ def test_ragged_pixels_are_refused_alike(make_store: Make) -> None:
     [
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": -1}, "batch_size"),
-        ({"drop_last": True}, "drop_last"),
+        ({"drop_last": True, "options": shardstore.ReadOptions(exact=True)}, "exact"),
         ({"fields": ["mask"]}, "mask"),
         ({"fields": []}, "field"),
         ({"image_type": "jax"}, "image_type"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.order import Order, derive, lane_count, permute
+from shardstore.order import Order, Share, derive, lane_count, permute
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -235,7 +235,7 @@ def test_workers_that_divide_the_lanes_read_shards_of_their_own(
 
 @given(order=orders(), workers=st.integers(1, 400))
 def test_consumers_share_out_all_positions(order: Order, workers: int) -> None:
-    ranges = [order.consumer_range(worker, workers) for worker in range(workers)]
+    ranges = [order.consumer_range(worker, workers, Share()) for worker in range(workers)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == order.samples
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
@@ -245,7 +245,7 @@ def test_consumers_share_out_all_positions(order: Order, workers: int) -> None:
 
 @given(order=orders(), workers=st.integers(1, 400))
 def test_consumers_get_whole_shards_where_there_are_enough(order: Order, workers: int) -> None:
-    ranges = [order.consumer_range(worker, workers) for worker in range(workers)]
+    ranges = [order.consumer_range(worker, workers, Share()) for worker in range(workers)]
     sizes = [stop - start for start, stop in ranges]
     if order.shards < workers:
         assert max(sizes) - min(sizes) <= 1
@@ -306,7 +306,7 @@ def test_batches_are_pinned(order: Order, batch_size: int, batches: list[list[in
 
 def test_samples_of_consumers_are_pinned() -> None:
     order = Order(22, 4, derive(7))
-    ranges = [order.consumer_range(worker, 3) for worker in range(3)]
+    ranges = [order.consumer_range(worker, 3, Share()) for worker in range(3)]
     assert [order.mixed(np.arange(stop - start), start, stop).tolist() for start, stop in ranges] == [
         [7, 4, 11, 6, 8, 5, 9, 10],
         [1, 3, 0, 14, 15, 12, 13, 2],
