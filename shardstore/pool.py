@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import TypeVar
@@ -26,7 +28,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self._given is None and self.workers > 1:
-            self._own = ProcessPoolExecutor(self.workers, initializer=_ignore_interrupts)
+            self._own = ProcessPoolExecutor(self.workers, initializer=_begin_worker)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,6 +62,14 @@ class Pool:
             wait([future for future in waiting if not future.cancel()])
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent alone answers it."""
+def _begin_worker() -> None:
+    """Leave Ctrl-C, which goes to all processes of a terminal, to the parent; and end when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # what is half written lies in the .partial folder, for the next run to remove
