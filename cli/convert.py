@@ -99,8 +99,13 @@ def convert(source: str, target: str, as_json: bool, **options: Any) -> None:
 
     TARGET's ending chooses the format: .zarr, .h5, or anything else for NumPy files. Nothing is there until all is.
     """
-    with progress_bar("converting", quiet=as_json) as progress:
-        summary = shardstore.convert(source, target, progress=progress, **options)
+    try:
+        with progress_bar("converting", quiet=as_json) as progress:
+            summary = shardstore.convert(source, target, progress=progress, **options)
+    except shardstore.SourceError as error:
+        if as_json:
+            show_json({"error": error.problem.to_dict(), "problems": [p.to_dict() for p in error.problems]})
+        raise
     if as_json:
         show_json(summary.to_dict())
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,6 @@ import click
 
 from shardstore import Problem
 from shardstore.errors import printable
-
-_SHOWN = 50  # problems in a table; --json gives all
 
 
 def fail(message: str) -> None:
@@ -26,19 +25,15 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1))
 
 
-def show_problems(problems: Sequence[Problem]) -> None:
+def show_problems(problems: Sequence[Problem], limit: int | None = None) -> None:
     """A list on standard error: where, what, and what to do."""
-    for problem in problems[:_SHOWN]:
-        name = problem.key if problem.key and not problem.path else None
-        click.echo(f"  {printable(name)}: {_without_key(problem)}" if name else f"  {problem}", err=True)
-    if len(problems) > _SHOWN:
-        click.echo(f"  … and {len(problems) - _SHOWN} more", err=True)
-
-
-def _without_key(problem: Problem) -> str:
-    from dataclasses import replace
-
-    return str(replace(problem, key=None))
+    for problem in problems[:limit]:
+        if problem.key and not problem.path:
+            click.echo(f"  {printable(problem.key)}: {dataclasses.replace(problem, key=None)}", err=True)
+        else:
+            click.echo(f"  {problem}", err=True)
+    if limit is not None and len(problems) > limit:
+        click.echo(f"  … and {len(problems) - limit} more (--json shows all)", err=True)
 
 
 def show_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:

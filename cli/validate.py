@@ -11,6 +11,7 @@ from shardstore.cli.output import progress_bar, show_json, show_problems
 from shardstore.validation import LEVELS, Level
 
 _PROBLEMS_FOUND = 1
+_SHOWN = 50
 
 
 @click.command(short_help="Find what is broken in a store or an image folder.")
@@ -31,7 +32,7 @@ def validate(path: str, level: Level | None, source: str | None, workers: int | 
     if as_json:
         show_json([problem.to_dict() for problem in problems])
     elif problems:
-        show_problems(problems)
+        show_problems(problems, _SHOWN)
         click.echo(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {path}", err=True)
     else:
         click.echo(f"{path}: no problems (level {depth})")

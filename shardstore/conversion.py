@@ -20,7 +20,7 @@ from shardstore.index import JSON_NAME, REJECTS, Index, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
 from shardstore.pool import Pool, Progress
-from shardstore.schema import Schema, Table, fingerprint, shard_dtype, to_json
+from shardstore.schema import Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 from shardstore.sources import Numbers, Source, open_source
 from shardstore.target import Target, container_of
 from shardstore.write import ShardResult, Task, write_shard
@@ -66,9 +66,10 @@ class Summary:
             f"stored as {kind}" + (f": {self.reason}" if self.reason else ""),
         ]
         if self.rejects:
-            lines.append(f"left out: {len(self.rejects)} bad files, listed in {REJECTS}; the first: {self.rejects[0]}")
+            bad = f"{len(self.rejects)} bad file{'s' if len(self.rejects) > 1 else ''}"
+            lines.append(f"left out: {bad}, listed in {REJECTS}; the first: {self.rejects[0]}")
         else:
-            lines.append("left out: no bad files")
+            lines.append("left out: not known before the files are read" if self.dry_run else "left out: no bad files")
         return "\n".join(lines + [f"note: {printable(note)}" for note in self.notes])
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def convert(
     """
     started = time.monotonic()
     chosen = ConvertOptions(**options)
-    container = container_of(os.fspath(target), chosen.format)
+    container = container_of(os.path.normpath(target), chosen.format)
     place = Target(target, container)
     place.check(os.fspath(source) if isinstance(source, str | Path) else None, chosen.overwrite)
     samples = open_source(source)
@@ -188,6 +189,10 @@ class _Job:
 
     def run(self, source: Source, plan: Plan, shapes: Shapes | None) -> tuple[Schema, list[Problem]]:
         good = np.arange(len(source))
+        options = self.options
+        if picture_field(source) is not None:  # what "auto" chose stays, whatever is left out
+            pixels = plan.schema.options["store"] == "pixels"
+            options, shapes = replace(options, store="pixels" if pixels else "encoded"), shapes if pixels else None
         while True:
             bad = self._write(source.take(good) if len(good) < len(source) else source, plan)
             if not len(bad):
@@ -196,22 +201,25 @@ class _Job:
                 raise self._bad_source(len(bad) == len(good))
             kept = np.delete(np.arange(len(good)), bad)
             good = good[kept]
-            if shapes is not None and len(shapes.shapes) == len(good) + len(bad):  # else the first ones settled it
+            if shapes is not None:
                 shapes = replace(shapes, shapes=shapes.shapes[kept])
-            again = make_plan(source.take(good), plan.schema.container, self.options, shapes)
+            again = make_plan(source.take(good), plan.schema.container, options, shapes)
             self._keep(plan, again, int(bad[0]))
             plan = replace(again, recipe=replace(again.recipe, check=None), reason=plan.reason)
 
     def _keep(self, before: Plan, after: Plan, first_bad: int) -> None:
-        """Forget the shards that the new plan makes otherwise."""
+        """Forget and remove the shards that the new plan makes otherwise."""
         same = replace(before.schema, samples=0) == replace(after.schema, samples=0)
         whole = first_bad // before.schema.shard_samples if same else 0
+        for shard in range(whole, before.schema.shards):
+            for path in shard_files(before.schema, shard):
+                if os.path.exists(f"{self.place.root}/{path}"):
+                    os.unlink(f"{self.place.root}/{path}")
         self.done = {shard: result for shard, result in self.done.items() if shard < whole}
 
     def _write(self, source: Source, plan: Plan) -> Numbers:
         """Write the shards that are not done; returns the numbers of bad samples."""
         todo = [shard for shard in range(plan.schema.shards) if shard not in self.done]
-        bad: list[int] = []
         count = sum(len(plan.numbers(shard)) for shard in self.done)
         self.progress(count, plan.schema.samples)
         tasks = (self._task(source, plan, shard) for shard in todo)
@@ -227,8 +235,7 @@ class _Job:
                 break
         found.sort(key=lambda pair: pair[0])
         self.rejects += [problem for _, problem in found]
-        bad += [number for number, _ in found]
-        return np.array(bad, np.int64)
+        return np.array([number for number, _ in found], np.int64)
 
     def _task(self, source: Source, plan: Plan, shard: int) -> Task:
         items = {name: int(counts[shard]) for name, counts in plan.items.items()}

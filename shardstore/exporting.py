@@ -41,6 +41,8 @@ def export(store: str | Path, folder: str | Path, *, progress: Progress | None =
     field = next((f for f in schema.fields if f.content == "image"), None)
     if field is None:
         raise OptionError(Problem("the store holds no pictures to export", os.fspath(store)))
+    if not os.fspath(folder):
+        raise OptionError("the folder to export into is an empty path")
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise OptionError(Problem("the folder to export into is not empty", os.fspath(folder), hint="Choose another."))
     for number in range(schema.samples):

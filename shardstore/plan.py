@@ -141,7 +141,7 @@ def _stored_fields(source: Source, options: ConvertOptions, shapes: Shapes | Non
 def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes: Shapes | None) -> tuple[Field, str]:
     nbytes = int(source.lengths(field.name).sum())
     if options.height_width:
-        dtype, channels = _first_header(source, field)
+        dtype, channels = _first_kind(source, field)
         return replace(field, kind="array", dtype=dtype, shape=(*options.height_width, channels)), ""
     if options.store == "encoded" or shapes is None:
         return field, ""
@@ -165,18 +165,18 @@ def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes
     return replace(field, kind=kind, dtype=dtype, shape=shape), reason if options.store == "auto" else ""
 
 
-def _first_header(source: Source, field: Field) -> tuple[str, int]:
-    """dtype and channels of the first readable picture: with --size, all others must have the same."""
-    from shardstore.images import probe
+def _first_kind(source: Source, field: Field) -> tuple[str, int]:
+    """dtype and channels of the first good picture: with --size, all others must have the same."""
+    from shardstore.images import decode
 
     column = source.fields.index(field)
-    for number in range(min(len(source), 100)):
+    for number in range(len(source)):
         try:
-            header = probe(source.read(number)[column])
+            array = decode(source.read(number)[column])
         except SourceError:
             continue
-        return np.dtype(header.dtype).newbyteorder("<").str, header.shape[2]
-    return "|u1", 3
+        return np.dtype(array.dtype).newbyteorder("<").str, array.shape[2]
+    return "|u1", 3  # no good picture: writing will say so
 
 
 def _counts(source: Source, field: Field, shapes: Shapes | None) -> Numbers:

@@ -31,6 +31,8 @@ class Target:
     """
 
     def __init__(self, path: str | Path, container: Container) -> None:
+        if not os.fspath(path):
+            raise OptionError("the target is an empty path")
         self.path = os.path.abspath(path)
         self._container = container
         self._partial = self.path + PARTIAL
@@ -39,7 +41,7 @@ class Target:
 
     def check(self, source: str | None, overwrite: bool) -> None:
         """Raise OptionError unless the target may be written; nothing is touched."""
-        if source is not None:
+        if source:
             self._check_source(f"{os.path.realpath(source)}/")
         if os.path.exists(self._partial) and not self._partial_is_ours():
             raise OptionError(Problem("this folder is in the way, and no conversion made it", self._partial))

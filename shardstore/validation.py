@@ -19,7 +19,7 @@ from shardstore import formats, images, prove
 from shardstore.chunks import Reader
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
 from shardstore.files import checksum_file, crc32c
-from shardstore.index import REJECTS, Index, lacks_description, load
+from shardstore.index import JSON_NAME, REJECTS, Index, lacks_description, load
 from shardstore.plan import Recipe
 from shardstore.pool import Pool, Progress
 from shardstore.schema import Field, shard_files
@@ -67,6 +67,10 @@ def validate(
     except NoStoreError:
         if not os.path.isdir(path) or lacks_description(path):
             raise
+        if source is not None:
+            raise OptionError(
+                Problem("only a store can be compared with a folder, and this is none", os.fspath(path))
+            ) from None
         return _validate_folder(FolderSource.scan(os.fspath(path)), workers, report)
     except ShardstoreError as error:
         return [error.problem]
@@ -102,7 +106,7 @@ def _validate_store(
     index: Index, level: Level, source: str | Path | None, workers: int | None, report: Progress
 ) -> list[Problem]:
     depth = LEVELS.index(level)
-    problems = _check_tables(index) + (_check_other_files(index) if depth >= 1 else [])
+    problems = _check_tables(index) + _find_strangers(index) + (_check_other_files(index) if depth >= 1 else [])
     tables_good = not problems
     found: dict[int, list[Problem]] = {}
     with Pool(workers, None) as pool:
@@ -123,6 +127,20 @@ def _check_tables(index: Index) -> list[Problem]:
         return prove.prove(index)
     except ShardstoreError as error:
         return [error.problem]
+
+
+def _find_strangers(index: Index) -> list[Problem]:
+    """Files among the store's own that it does not know: plain tools that list a folder would take them for its own."""
+    known = {JSON_NAME, *(index.schema.files or {})}
+    known |= {path for shard in range(index.schema.shards) for path in shard_files(index.schema, shard)}
+    problems = []
+    for folder, folders, files in os.walk(index.root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = os.path.relpath(f"{folder}/{name}", index.root).replace(os.sep, "/")
+            if path not in known and not name.startswith("."):
+                problems.append(Problem("a file that is no part of the store", f"{folder}/{name}", hint="Remove it."))
+    return sorted(problems, key=str)
 
 
 def _check_other_files(index: Index) -> list[Problem]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstore import formats, images
 from shardstore.codecs import encode
-from shardstore.errors import ImageError, Problem, SourceError
+from shardstore.errors import OptionError, Problem, SourceError
 from shardstore.files import checksum_file, crc32c
 from shardstore.plan import Recipe, chunk_room
 from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
@@ -108,7 +108,10 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
             array = images.decode(value) if isinstance(value, bytes) else value
             if recipe.size:
                 array = images.resize(array, recipe.size, recipe.fit)
-            values[column] = _fitting(field, array)
+            try:
+                values[column] = _fitting(field, array)
+            except OptionError as error:
+                raise OptionError(replace(error.problem, key=source.key(number))) from None
         elif field.content == "image" and recipe.check == "full":
             images.decode(value)
         elif field.content == "image" and recipe.check == "header":
@@ -117,11 +120,20 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
 
 
 def _fitting(field: Field, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    same = len(field.shape) == array.ndim and all(a in (-1, b) for a, b in zip(field.shape, array.shape, strict=True))
-    if not same or array.dtype != np.dtype(field.dtype):
-        what = Problem("the picture does not fit into the array of the others", field=field.name)
-        what = replace(what, expected=f"{np.dtype(field.dtype)}{field.shape}", got=f"{array.dtype}{array.shape}")
-        raise ImageError(replace(what, hint="Store pictures of several kinds encoded: --store encoded."))
+    """The picture, if it fits into the field.
+
+    Raises:
+        OptionError: it is good, but of another type than the others: no reason to leave it out.
+        SourceError: it changed during the conversion.
+    """
+    expected, got = f"{np.dtype(field.dtype)}{field.shape}", f"{array.dtype}{array.shape}"
+    if array.dtype != np.dtype(field.dtype) or array.shape[2] != field.shape[2]:
+        what = Problem("the pictures have different value types, and one array holds one", field=field.name)
+        hint = "Store them encoded (--store encoded), or convert them apart."
+        raise OptionError(replace(what, expected=expected, got=got, hint=hint))
+    if any(a not in (-1, b) for a, b in zip(field.shape, array.shape, strict=True)):
+        what = Problem("the picture has another size than its header had before", field=field.name)
+        raise SourceError(replace(what, expected=expected, got=got))
     return array
 
 

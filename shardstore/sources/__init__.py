@@ -71,6 +71,8 @@ def open_source(source: str | Path | Sequence[Any]) -> Source:
 
         return SequenceSource.scan(source)
     path = os.fspath(source)
+    if not path:
+        raise SourceError("the source is an empty path")
     from shardstore.errors import NoStoreError
     from shardstore.index import lacks_description, load
 

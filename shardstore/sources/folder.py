@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class FolderSource:
         if not os.path.isdir(root):
             raise SourceError(Problem("no such folder", root))
         found = _Found(root)
-        folders, loose = _list(root)
+        folders, loose = found.listing(root)
         if folders:
             names = sorted(folders)
             for label, name in enumerate(names):
@@ -66,6 +66,7 @@ class FolderSource:
             found.add(0, "", loose)
         if not found.keys:
             hint = "Expected: ROOT/CLASS/picture.jpg, or pictures in the folder itself."
+            hint = ". ".join([*found.finish_notes(), hint])
             raise SourceError(Problem("no pictures in this folder", root, hint=hint))
         return cls(
             root,
@@ -123,7 +124,13 @@ class _Found:
         self._suffixes = images.suffixes()
         self._notes: dict[str, list[str]] = {}
 
-    def note(self, what: str, names: list[str]) -> None:
+    def listing(self, folder: str) -> tuple[list[str], list[tuple[str, int]]]:
+        try:
+            return _list(folder)
+        except OSError as error:
+            raise SourceError(Problem(f"the folder cannot be read: {error.strerror}", folder)) from error
+
+    def note(self, what: str, names: Sequence[str]) -> None:
         self._notes.setdefault(what, []).extend(names)
 
     def finish_notes(self) -> list[str]:
@@ -167,15 +174,14 @@ def _list(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _LITTER:
                 continue
-            if entry.is_dir():
-                folders.append(entry.name)
-                continue
             try:
                 info = entry.stat()
-            except OSError:
+            except OSError:  # a link to nothing, or to itself
                 files.append((entry.name, 0))
                 continue
-            if stat.S_ISREG(info.st_mode):  # a pipe would be waited for without end
+            if stat.S_ISDIR(info.st_mode):
+                folders.append(entry.name)
+            elif stat.S_ISREG(info.st_mode):  # a pipe would be waited for without end
                 files.append((entry.name, info.st_size))
     return folders, files
 
@@ -186,10 +192,7 @@ def _walk(folder: str, found: _Found, above: tuple[tuple[int, int], ...] = ()) -
     if (info.st_dev, info.st_ino) in (*above, _identity(found.root)):
         found.note("links lead back to a folder that contains them and were not followed", [folder])
         return
-    try:
-        folders, files = _list(folder)
-    except OSError as error:
-        raise SourceError(Problem(f"the folder cannot be read: {error.strerror}", folder)) from error
+    folders, files = found.listing(folder)
     yield folder, files
     for name in folders:
         yield from _walk(f"{folder}/{name}", found, (*above, (info.st_dev, info.st_ino)))
