@@ -764,7 +764,7 @@ def test_no_progress_bar_beside_json(
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_an_interrupted_conversion_says_so_and_starts_again(tmp_path: Path, workers: str) -> None:
     # One quick shard and one of several seconds, so that the signal finds one worker idle and one at work.
-    for name, side in (("a", 8), ("b", 1000)):
+    for name, side in (("a", 8), ("b", 1600)):
         (tmp_path / "imgs" / name).mkdir(parents=True)
         noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
         Image.fromarray(noise).save(tmp_path / "imgs" / name / "0.jpg")
