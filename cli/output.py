@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,10 +53,42 @@ def show_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with images/s and the time left, on a terminal only."""
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar with images/s and the time left, on a terminal only; and an end for a run whose Ctrl-C got lost.
+
+    Python drops a KeyboardInterrupt that strikes while a C extension frees an object (h5py does); each report of
+    progress raises it again.
+    """
+    asked: list[int] = []
+
+    def note_and_raise(number: int, frame: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    def ignore_lost(lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(lost)
+
+    before = signal.signal(signal.SIGINT, note_and_raise)
+    sys.unraisablehook = ignore_lost
+    try:
+        with _bar(what, quiet) as show:
+
+            def report(done: int, total: int) -> None:
+                if asked:
+                    raise KeyboardInterrupt
+                show(done, total)
+
+            yield report
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = sys.__unraisablehook__
+
+
+@contextlib.contextmanager
+def _bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn

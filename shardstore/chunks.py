@@ -295,8 +295,7 @@ class Reader:
                 bad |= spec.codec == "none" and nbytes != count * spec.item_bytes
         if bad:
             raise self._damaged(f"row {row} of the chunk table is impossible", name)
-        chunk = _Chunk(0, offset, nbytes, crc, first, count, shard)
-        return replace(chunk, number=row - int(self._rows_before(name)[shard]))
+        return _Chunk(row - int(self._rows_before(name)[shard]), offset, nbytes, crc, first, count, shard)
 
     def _fill(self, name: str, chunk: _Chunk, offset: int, out: Array) -> None:
         path = self.index.shard_path(chunk.shard, name)

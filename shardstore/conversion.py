@@ -16,7 +16,7 @@ import numpy as np
 from shardstore import formats, images, order, prove
 from shardstore.errors import Problem, ShardstoreError, SourceError, printable
 from shardstore.files import checksum_file, write_file
-from shardstore.index import JSON_NAME, REJECTS, Index, write_index
+from shardstore.index import JSON_NAME, REJECTS, Index, load, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
 from shardstore.pool import Pool, Progress
@@ -143,7 +143,7 @@ def convert(
             place.discard()
             raise
     place.commit(schema.fingerprint)
-    nbytes, seconds = _store_bytes(place.path, schema), time.monotonic() - started
+    nbytes, seconds = load(place.path).nbytes, time.monotonic() - started
     return Summary(os.fspath(target), schema, nbytes, plan.reason, rejects, samples.notes, seconds, False)
 
 
@@ -289,19 +289,8 @@ def _tables(schema: Schema, results: list[ShardResult]) -> tuple[Table, list[Tab
 def _other_files(root: str, schema: Schema, main: str) -> dict[str, tuple[int, int]]:
     """Size and checksum of what is neither shard nor index: container metadata, the list of rejects."""
     found = {".h5": checksum_file(main)} if schema.container == "hdf5" else {}
-    for name in (f"{REJECTS}", "zarr.json", *(f"{f.name}/zarr.json" for f in schema.fields)):
-        if os.path.isfile(f"{root}/{name}"):
-            found[name] = checksum_file(f"{root}/{name}")
-    for array in schema.arrays:
-        name = f"{array.name.replace('.', '/')}/zarr.json"
+    described = [field.name for field in schema.fields] + [array.name.replace(".", "/") for array in schema.arrays]
+    for name in (REJECTS, "zarr.json", *(f"{path}/zarr.json" for path in described)):
         if os.path.isfile(f"{root}/{name}"):
             found[name] = checksum_file(f"{root}/{name}")
     return found
-
-
-def _store_bytes(path: str, schema: Schema) -> int:
-    from shardstore.index import load
-
-    index = load(path)
-    json_bytes = os.path.getsize(f"{index.root}/{JSON_NAME}")
-    return int(index.shards["size"].sum()) + sum(size for size, _ in (schema.files or {}).values()) + json_bytes

@@ -99,7 +99,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
     def key(self, number: int) -> str | None:
         """The key of a sample; None where the store has none."""
-        if "key" not in self.schema.array_names and "key.data" not in self.schema.array_names:
+        if "key.data" not in self.schema.array_names:
             return None
         return str(self._reader.read("key", np.array([self._number(number)]))[0].decode("utf-8", "surrogateescape"))
 
@@ -167,7 +167,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
             "samples": len(self),
             "shards": schema.shards,
             "shard_samples": schema.shard_samples,
-            "bytes": int(index.shards["size"].sum()) + sum(size for size, _ in (schema.files or {}).values()),
+            "bytes": index.nbytes,
             "fields": [{**asdict(f), "dtype": str(np.dtype(f.dtype)), "shape": _shape_text(f)} for f in schema.fields],
             "arrays": [asdict(a) for a in schema.arrays],
             "chunks": {name: len(index.table(name)) for name in schema.array_names},

@@ -98,6 +98,12 @@ class Index:
             self._tables[array] = _load_table(f"{self.root}/index/{array}.chunks.npy", CHUNK)
         return self._tables[array]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files of the store."""
+        others = sum(size for size, _ in (self.schema.files or {}).values())
+        return int(self.shards["size"].sum()) + others + os.path.getsize(f"{self.root}/{JSON_NAME}")
+
     def check_unchanged(self) -> None:
         """Raise DamagedStoreError if another store has taken this one's place since it was opened."""
         if _identity(self.root) != self._identity:

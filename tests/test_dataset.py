@@ -677,3 +677,11 @@ def test_a_dataset_that_is_gone_leaves_no_open_files(store: Path) -> None:
     del dataset
     gc.collect()
     assert open_files() == 0
+
+
+def test_a_field_key_that_is_no_text_is_no_key(tmp_path: Path) -> None:
+    shardstore.convert([{"key": i, "x": i} for i in range(3)], tmp_path / "out")
+    dataset = shardstore.open(tmp_path / "out")
+    assert dataset.key(1) is None
+    with pytest.raises(shardstore.OptionError, match="no keys"):
+        dataset.find("1")
