@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from shardstore.exporting import export
     from shardstore.loader import ShardDataset
+    from shardstore.position import change_workers
     from shardstore.validation import validate
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ShardstoreError",
     "SourceError",
     "StackError",
+    "change_workers",
     "convert",
     "export",
     "open",
@@ -49,6 +51,7 @@ _HOMES = {
     "Dataset": "dataset",
     "ReadOptions": "chunks",
     "ShardDataset": "loader",
+    "change_workers": "position",
     "convert": "conversion",
     "export": "exporting",
     "open": "dataset",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,12 +37,15 @@ class ReadOptions:
         rank, world_size: which part of an epoch this process reads; None asks ``torch.distributed`` where that is
             initialised, else there is one rank.
         exact: for evaluation: repeat and drop nothing, so that ranks may make different numbers of steps.
+        on_error: what a stream does about a sample that cannot be read: ``raise``, or ``skip``: leave it out, warn, and
+            count it (``ShardDataset.skipped``).
     """
 
     window_bytes: int = WINDOW_BYTES
     rank: int | None = None
     world_size: int | None = None
     exact: bool = False
+    on_error: Literal["raise", "skip"] = "raise"
 
     def __post_init__(self) -> None:
         """Raise OptionError for values that are impossible by themselves or together."""
@@ -52,6 +55,8 @@ class ReadOptions:
             raise OptionError(f"rank must be in 0 .. world_size - 1; got {self.rank} of {self.world_size}")
         if self.window_bytes < 1:
             raise OptionError(f"window_bytes must be at least 1; got {self.window_bytes}")
+        if self.on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip'; got {self.on_error!r}")
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,15 @@ class Reader:
     def check_chunk(self, array: str, row: int) -> None:
         """Read a chunk and raise DamagedStoreError unless its bytes are those that were written."""
         self._load_chunk(array, self._row(array, row))
+
+    def check(self, field: str, sample: int) -> None:
+        """Raise DamagedStoreError unless the bytes that this sample is read from are those that were written."""
+        if self.index.schema.field(field).kind == "array":
+            shard, inside = divmod(sample, self.index.schema.shard_samples)
+            chunk_items = self.index.schema.array(field)[1].chunk_items
+            self.check_chunk(field, int(self._rows_before(field)[shard]) + inside // chunk_items)
+        else:
+            self.read(field, np.array([sample]))
 
     def key(self, sample: int) -> str | None:
         """The key of a sample, or None where there is none or it cannot be read."""

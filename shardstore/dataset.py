@@ -56,6 +56,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, path: str | Path, view: View, options: ReadOptions | None = None) -> None:
+        if options is not None and options.on_error == "skip":
+            raise OptionError("a sample that is asked for by number cannot be left out; on_error='skip' is for streams")
         self._reader = Reader(load(path), options)
         self._samples = SampleReader(self._reader, view)
         self._by_key: tuple[Numbers, Numbers] | None = None

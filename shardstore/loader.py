@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,19 @@ import numpy as np
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstore.chunks import Reader, ReadOptions
-from shardstore.errors import OptionError
+from shardstore.chunks import Numbers, Reader, ReadOptions
+from shardstore.errors import OptionError, Problem, ShardstoreError
 from shardstore.index import Index, load
 from shardstore.order import Order, Share, Tail, derive, lane_count
+from shardstore.passes import Passes
+from shardstore.position import Position
 from shardstore.samples import ImageType, SampleReader, View
+from shardstore.skipping import Skipper
 
 _ORDER_AT_ONCE = 4096  # sample numbers worked out together: a keyed permutation of few costs as much as of many
 _READ_AT_ONCE = 16  # samples whose bytes are read together where the DataLoader makes the batches
+_BATCHES_LOOKED_AT = 4  # by the hint about sorted stores
+_USUAL_BATCH = 64  # where the DataLoader makes the batches, for the hint about sorted stores
 
 
 class ShardDataset(IterableDataset[Any]):
@@ -31,6 +39,7 @@ class ShardDataset(IterableDataset[Any]):
     Samples and batches are named tuples of the chosen fields: images are uint8 tensors, channels first (batches in
     channels_last memory), labels int64, text a list of strings. In whole-batch use the sequence of batches is the same
     for every number of workers and ranks. The ranks of ``torch.distributed`` share an epoch, in equal numbers of steps.
+    Every pass is the next epoch, by itself. ``docs/order.md`` has a recipe for each way of training.
 
     Args:
         path: the store.
@@ -49,7 +58,8 @@ class ShardDataset(IterableDataset[Any]):
     Raises:
         NoStoreError: there is no finished store at this path.
         DamagedStoreError: its description is damaged; or, while iterating, its bytes are.
-        OptionError: a field that the store does not have, or an impossible batch size.
+        OptionError: a field that the store does not have, or an impossible batch size; under Hugging Face Accelerate
+            with several processes, that ``rank`` and ``world_size`` are not given.
         StackError: while iterating, pictures of different sizes would have to be one batch.
     """
 
@@ -74,8 +84,15 @@ class ShardDataset(IterableDataset[Any]):
         index = load(path)
         self._samples = SampleReader(Reader(index, options), View(fields, transform, transforms, image_type))
         self.batch_size, self.drop_last = batch_size, drop_last
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.shuffle, self.seed = shuffle, int(seed)
+        self._passes = Passes()
+        self._skipper = Skipper(self._samples, self._passes.count_skipped)
+        self._pass: _Pass | None = None  # that began last in this process
+        self._loaded: Position | None = None  # for the next pass of this process
         self._process_group: tuple[int, int] | None = None
+        _refuse_accelerate(self._samples.reader.options)
+        if shuffle:
+            self._warn_if_sorted()
 
     @property
     def path(self) -> str:
@@ -91,9 +108,28 @@ class ShardDataset(IterableDataset[Any]):
     def _index(self) -> Index:
         return self._samples.reader.index
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass."""
+        return self._passes.next_epoch
+
+    @property
+    def skipped(self) -> int:
+        """Samples that were left out because they could not be read (``ReadOptions(on_error="skip")``), in all passes
+        and workers of this process's DataLoaders."""
+        return self._passes.skipped
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch; call it before each pass, as with torch's DistributedSampler."""
-        self.epoch = epoch
+        """Let the next pass be of this epoch, from 0, also for persistent workers that run already.
+
+        There is no need to: each pass is the epoch after the last one.
+
+        Raises:
+            OptionError: it is negative or above 2**28 - 1.
+        """
+        self._passes.set(epoch)
+        if self._loaded is not None and self._loaded.epoch != epoch:
+            self._loaded = None
 
     @property
     def share(self) -> Share:
@@ -102,50 +138,164 @@ class ShardDataset(IterableDataset[Any]):
         tail: Tail = "exact" if options.exact else "drop" if self.drop_last else "repeat"
         if options.rank is not None and options.world_size is not None:
             return Share(options.rank, options.world_size, tail)
-        rank, ranks = _process_group() or self._process_group or (0, 1)
+        rank, ranks = self._group() or (0, 1)
         return Share(rank, ranks, tail)
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker knows no process group. Where there is none yet, the other process may join one later.
-        return {**self.__dict__, "_process_group": _process_group()}
+        return {**self.__dict__, "_process_group": self._group(), "_pass": None}
+
+    def _group(self) -> tuple[int, int] | None:
+        if self._samples.reader.options.rank is not None:
+            return None
+        _refuse_accelerate(self._samples.reader.options)
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return self._process_group
 
     def __len__(self) -> int:
         """Steps of this rank in an epoch where ``batch_size`` is given, else samples."""
         if self.batch_size is None:
             first, last = self.share.of(self._index.schema.samples)
             return last - first
-        return self._order(1).step_count(self.batch_size, self.share)
+        return self._order(0).step_count(self.batch_size, self.share)
+
+    # -- where a pass stands ------------------------------------------------------------------------------------------
+
+    @property
+    def first_step(self) -> int:
+        """The step that the next pass begins at: 0 but after ``load_state_dict``. For a loop that counts its steps:
+        ``for step, batch in enumerate(loader, ds.first_step)``."""
+        return -(-self._passes.first_batch(self.epoch) // self.share.ranks)
+
+    def state_at(self, step: int, epoch: int | None = None) -> dict[str, Any]:
+        """The state after so many steps, for ``load_state_dict`` with any number of ranks and workers.
+
+        Call it in the training process, in whole-batch use (``batch_size`` given), on one rank or all.
+
+        Args:
+            step: steps done since the epoch's start; after ``load_state_dict``, counted on from ``first_step``.
+            epoch: which epoch; None for that of the pass that began last.
+
+        Returns:
+            A few plain values, under 300 bytes as JSON. After an epoch's last step it is the start of the next epoch.
+
+        Raises:
+            OptionError: the DataLoader makes the batches, or no pass of this epoch has such a step.
+        """
+        if self.batch_size is None:
+            raise OptionError(
+                Problem(
+                    "where the DataLoader makes the batches, the data set cannot know its steps",
+                    hint="Give ShardDataset a batch_size (and DataLoader batch_size=None), or use StatefulDataLoader.",
+                )
+            )
+        epoch = self._passes.epoch if epoch is None else epoch
+        begin, share = self._passes.first_batch(epoch), self.share
+        done = step - -(-begin // share.ranks)
+        steps = self._order(0).step_count(self.batch_size, share, begin)
+        if not 0 <= done <= steps:
+            raise OptionError(f"epoch {epoch} has steps {step - done} .. {step - done + steps}; got {step}")
+        here = self._position(epoch, begin + done * share.ranks)
+        if done == steps:
+            here = self._position(epoch + 1, 0)
+        return here.to_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this process's pass stands: torchdata's StatefulDataLoader asks this of each worker.
+
+        Raises:
+            OptionError: no pass has begun in this process.
+        """
+        if self._pass is None:
+            raise OptionError(
+                Problem(
+                    "no pass over this data set has begun in this process, so it has no place in one",
+                    hint="In training with a plain DataLoader, use state_at(step).",
+                )
+            )
+        return replace(self._pass.begun, taken=self._pass.taken).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where the state was taken; the one after it is the next epoch, from its start.
+
+        Args:
+            state: from ``state_at``, or from ``state_dict`` with the same number of workers.
+
+        Raises:
+            OptionError: it is no state, or one of another store, seed, batch size, or (torchdata's) of another number
+                of workers; see :func:`shardstore.change_workers`.
+        """
+        position = Position.from_dict(state)
+        position.check_same_order(self._position(0, 0))
+        info = get_worker_info()
+        if info is None and self.batch_size is not None:
+            if position.taken:
+                position.check_same_share(1, position.ranks)
+            position = position.moved(position.taken)
+            self._passes.set(position.epoch, position.batch)
+            return
+        if info is None:
+            self._passes.set(position.epoch, 0)
+        self._loaded = position
+
+    def _position(self, epoch: int, batch: int) -> Position:
+        schema, seed = self._index.schema, self.seed if self.shuffle else None
+        return Position(schema.fingerprint, seed, self.batch_size, self._window(), epoch, batch)
+
+    def _begin(self, workers: int) -> _Pass:
+        """Begin a pass, in this process: at the position loaded for it, or of the next epoch."""
+        loaded, self._loaded = self._loaded, None
+        ranks = self.share.ranks
+        if loaded is not None:
+            loaded.check_same_share(workers, ranks)
+            self._passes.begin_at(loaded.epoch)
+        else:
+            epoch = self._passes.begin()
+            loaded = self._position(epoch, self._passes.first_batch(epoch))
+        return _Pass(replace(loaded, workers=workers, ranks=ranks), loaded.taken)
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        now = self._pass = self._begin(workers)  # not at the first sample: a pass has its epoch when it is asked for
         if self.batch_size is None:
-            return self._iter_samples(worker, workers)
-        return self._iter_batches(worker, workers, self.batch_size)
+            return self._iter_samples(now, worker, workers)
+        return self._iter_batches(now, worker, workers, self.batch_size)
 
-    def _iter_batches(self, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
-        order, share = self._order(lane_count(self._index.schema.shards)), self.share
-        for t in range(worker, order.step_count(batch_size, share), workers):
-            yield self._samples.batch(order.step(t, batch_size, share))
+    def _iter_batches(self, now: _Pass, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
+        order, share, begin = self._order(now.begun.epoch), self.share, now.begun.batch
+        steps = order.step_count(batch_size, share, begin)
 
-    def _iter_samples(self, worker: int, workers: int) -> Iterator[Any]:
-        order = self._order(1)
+        def numbers(t: int) -> Numbers:
+            return order.step(t, batch_size, share, begin)
+
+        skip = self._samples.reader.options.on_error == "skip"
+        for t in range(worker + now.taken * workers, steps, workers):
+            now.taken += 1
+            yield self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(numbers(t))
+
+    def _iter_samples(self, now: _Pass, worker: int, workers: int) -> Iterator[Any]:
+        order = self._order(now.begun.epoch)
         start, stop = order.consumer_range(worker, workers, self.share)
-        for first in range(0, stop - start, _ORDER_AT_ONCE):
-            numbers = order.mixed(np.arange(first, min(first + _ORDER_AT_ONCE, stop - start)), start, stop)
-            for i in range(0, len(numbers), _READ_AT_ONCE):
-                yield from self._samples.samples(numbers[i : i + _READ_AT_ONCE])
+        pieces = _few(order, start, stop, now.taken)
+        skip = self._samples.reader.options.on_error == "skip"
+        for sample in self._skipper.stream(pieces) if skip else (s for n in pieces for s in self._samples.samples(n)):
+            now.taken += 1
+            yield sample
 
-    def _order(self, windows: int) -> Order:
-        """This epoch's order, for a worker that may have so many windows under way at once."""
+    def _order(self, epoch: int) -> Order:
         schema = self._index.schema
         key = derive(int(schema.fingerprint[:16], 16), self.seed) if self.shuffle else None
-        return Order(schema.samples, schema.shard_samples, key, self.epoch, self._window(windows))
+        return Order(schema.samples, schema.shard_samples, key, epoch, self._window())
 
-    def _window(self, windows: int) -> int:
+    def _window(self) -> int:
         """Samples that are mixed together: no bound where each can be read alone, else as many decoded chunks as
-        ``window_bytes`` holds."""
+        ``window_bytes`` holds, of all windows that a worker may have under way at once."""
         schema, sizes = self._index.schema, []
+        windows = 1 if self.batch_size is None else lane_count(schema.shards)
         for field in self._samples.fields:
             array = schema.array(field.name if field.kind == "array" else f"{field.name}.data")[1]
             if array.codec != "none":
@@ -154,8 +304,59 @@ class ShardDataset(IterableDataset[Any]):
                 sizes.append(max(1, chunks * schema.samples // len(self._index.table(array.name))))
         return min(sizes, default=0)
 
+    def _warn_if_sorted(self) -> None:
+        """Say so where batches see few classes because the store lies sorted by class."""
+        schema, reader = self._index.schema, self._samples.reader
+        classes, m = len(schema.classes or ()), self.batch_size or _USUAL_BATCH
+        if "label" not in schema.array_names or classes < 2 or schema.options.get("shuffle") or schema.samples < 2 * m:
+            return
+        order, count = self._order(0), schema.samples // m
+        if self.batch_size is None:
+            batches = [next(_few(order, 0, schema.samples, 0, m))]
+        else:
+            batches = [
+                order.batch(q, m) for q in np.linspace(0, count - 1, min(count, _BATCHES_LOOKED_AT), dtype=int).tolist()
+            ]
+        try:
+            seen = float(np.mean([len(np.unique(reader.read("label", numbers))) for numbers in batches]))
+        except ShardstoreError:
+            return  # reading will say it
+        evenly = classes * (1 - (1 - 1 / classes) ** m)
+        if seen < evenly / 2:
+            warnings.warn(
+                f"{self.path} is sorted by class: a batch of {m} sees about {seen:.0f} classes, where mixed samples "
+                f"would show {evenly:.0f}. Convert it with --shuffle for a shuffle as good as any.",
+                stacklevel=3,
+            )
 
-def _process_group() -> tuple[int, int] | None:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return None
+
+@dataclass
+class _Pass:
+    """A pass of this process: where it began, and how much of it this process has taken."""
+
+    begun: Position
+    taken: int
+
+
+def _few(order: Order, start: int, stop: int, taken: int, at_once: int = _READ_AT_ONCE) -> Iterator[Numbers]:
+    """The samples of a run of positions, after those taken, some at a time."""
+    for first in range(taken, stop - start, _ORDER_AT_ONCE):
+        numbers = order.mixed(np.arange(first, min(first + _ORDER_AT_ONCE, stop - start)), start, stop)
+        for i in range(0, len(numbers), at_once):
+            yield numbers[i : i + at_once]
+
+
+def _refuse_accelerate(options: ReadOptions) -> None:
+    """Accelerate's ``prepare`` shares out what a loader gives, which holds only this rank's part already."""
+    accelerate = sys.modules.get("accelerate.state")
+    if options.rank is not None or accelerate is None or not accelerate.PartialState._shared_state:
+        return
+    if accelerate.PartialState().num_processes > 1:
+        raise OptionError(
+            Problem(
+                "under Accelerate, both it and ShardDataset would share out the samples, and most would be lost",
+                hint="Say who does. With a loader that is not given to prepare(), the faster way: "
+                "ReadOptions(rank=accelerator.process_index, world_size=accelerator.num_processes). "
+                "With a loader that is: ReadOptions(rank=0, world_size=1).",
+            )
+        )

@@ -13,7 +13,8 @@ where every sample can be read by itself.
 **Ranks and workers.** Rank ``r`` of ``R`` takes batch ``t * R + r`` at step ``t``; its worker ``w`` of ``W`` takes the
 steps ``w, w + W, …``, which is how a DataLoader collects them. So the sequence of batches does not depend on ranks or
 workers, and where ``R * W`` divides ``L`` each worker reads lanes of its own. Only the samples of a last step that is
-not full are dealt out anew, so that all ranks make the same number of steps (:class:`Share`).
+not full are dealt out anew, so that all ranks make the same number of steps (:class:`Share`). A pass may begin at any
+batch: steps are then counted from there.
 Without batches (:meth:`Order.consumer_range`) each worker takes a run of positions of its own: whole shards where one
 rank has enough of them.
 
@@ -178,15 +179,15 @@ class Order:
         first = q // lanes * batch_size
         return self.mixed(np.arange(first, min(first + batch_size, stop - start)), start, stop)
 
-    def step_count(self, batch_size: int, share: Share) -> int:
-        """Steps that a rank makes in an epoch, the same for all but where ``tail`` is ``exact``."""
-        full, left = divmod(self.samples, batch_size * share.ranks)
+    def step_count(self, batch_size: int, share: Share, begin: int = 0) -> int:
+        """Steps that a rank makes from batch ``begin`` on, the same for all but where ``tail`` is ``exact``."""
+        full, left = divmod(max(self.samples - begin * batch_size, 0), batch_size * share.ranks)
         first, last = share.of(left)
         return full + (last > first and share.tail != "drop")
 
-    def step(self, t: int, batch_size: int, share: Share) -> Numbers:
-        """The sample numbers that a rank takes at step ``t``."""
-        q = t * share.ranks
+    def step(self, t: int, batch_size: int, share: Share, begin: int = 0) -> Numbers:
+        """The sample numbers that a rank takes at step ``t``, counted from batch ``begin`` of the epoch."""
+        q = begin + t * share.ranks
         if (q + share.ranks) * batch_size <= self.samples:
             return self.batch(q + share.rank, batch_size)
         left = np.concatenate([self.batch(i, batch_size) for i in range(q, self.batch_count(batch_size))])

@@ -143,6 +143,13 @@ class SampleReader:
             values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
             yield self.type(*(values if self._plain else self._transformed(values, number)))
 
+    def check(self, number: int) -> None:
+        """Raise DamagedStoreError or ImageError if this sample cannot be read."""
+        for field in self.fields:
+            self.reader.check(field.name, number)
+            if field.kind == "bytes" and field.content == "image":
+                self._decoded(field, self.reader.read(field.name, np.array([number]))[0], number)
+
     def batch(self, numbers: Numbers) -> Any:
         """The samples of these numbers as one of stacked tensors."""
         if not self._plain:

@@ -1,0 +1,98 @@
+"""Leaving out samples that cannot be read, where the user asked for it: found one by one, reported, counted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from shardstore.chunks import Numbers
+from shardstore.errors import DamagedStoreError, ImageError, Problem
+from shardstore.samples import SampleReader
+
+_UNREADABLE = (DamagedStoreError, ImageError)
+LIMIT = 1000  # failures in a row that one worker bears: some shards' worth; more is no damage but a missing disk
+
+
+class Skipper:
+    """Reads what can be read. A worker's run of more than ``LIMIT`` samples that cannot ends the pass."""
+
+    def __init__(self, samples: SampleReader, count: Callable[[int], None]) -> None:
+        self._samples, self._count = samples, count
+        self._run = 0
+
+    def batch(self, steps: Callable[[int], Numbers], t: int, step_count: int) -> Any:
+        """The batch of step ``t`` without the samples that cannot be read. Where none can, the batch of the next step
+        that has some takes its place (after the last step the first), so that all ranks make as many steps.
+
+        Raises:
+            DamagedStoreError, ImageError: the run is too long, or no step has a sample that can be read.
+        """
+        for u in range(t, t + step_count):
+            numbers = steps(u % step_count)
+            try:
+                batch = self._samples.batch(numbers)
+            except _UNREADABLE as error:
+                last = error
+            else:
+                self._run = 0
+                return batch
+            # Of steps that stand in, nothing is reported: their turn comes.
+            good = [n for n in numbers.tolist() if not self._fault(n, report=u == t)]
+            if good:
+                return self._samples.batch(np.array(good))
+        raise last
+
+    def stream(self, pieces: Iterable[Numbers]) -> Iterator[Any]:
+        """The samples of these numbers, as many as there are numbers: where one cannot be read, the next that can comes
+        twice, at the end the last, so that all ranks get as many.
+
+        Raises:
+            DamagedStoreError, ImageError: the run is too long, or no sample can be read.
+        """
+        missing, last = 0, None
+        for sample in (s for numbers in pieces for s in self._tried(numbers)):
+            if isinstance(sample, _UNREADABLE):
+                missing, error = missing + 1, sample
+                continue
+            for _ in range(missing + 1):
+                yield sample
+            missing, last = 0, sample
+        for _ in range(missing):
+            if last is None:
+                raise error
+            yield last
+
+    def _tried(self, numbers: Numbers) -> Iterator[Any]:
+        """The samples of these numbers, or why they cannot be read."""
+        done = 0
+        try:
+            for sample in self._samples.samples(numbers):
+                done, self._run = done + 1, 0
+                yield sample
+        except _UNREADABLE:
+            for number in numbers[done:].tolist():
+                error = self._fault(number)
+                yield from [error] if error else self._samples.samples(np.array([number]))
+
+    def _fault(self, number: int, report: bool = True) -> DamagedStoreError | ImageError | None:
+        """Why a sample cannot be read; None where it can."""
+        try:
+            self._samples.check(number)
+        except _UNREADABLE as error:
+            self._run += 1
+            if self._run > LIMIT:
+                error.add_note(f"more than {LIMIT} samples in a row could not be read: leaving out ends here")
+                raise
+            if report:
+                self._report(error.problem, number)
+            return error
+        self._run = 0
+        return None
+
+    def _report(self, problem: Problem, number: int) -> None:
+        self._count(1)
+        key = self._samples.reader.key(number)
+        warnings.warn(f"left out sample {number}{f', key {key}' if key else ''}: {problem}", stacklevel=2)
