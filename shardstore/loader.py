@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class ShardDataset(IterableDataset[Any]):
         image_type: ImageType | None = None,
         options: ReadOptions | None = None,
     ) -> None:
+        batch_size = None if batch_size is None else _integer("batch_size", batch_size)
         if batch_size is not None and batch_size < 1:
             raise OptionError(f"batch_size must be at least 1; got {batch_size}")
         if drop_last and options is not None and options.exact:
@@ -84,7 +86,7 @@ class ShardDataset(IterableDataset[Any]):
         index = load(path)
         self._samples = SampleReader(Reader(index, options), View(fields, transform, transforms, image_type))
         self.batch_size, self.drop_last = batch_size, drop_last
-        self.shuffle, self.seed = shuffle, int(seed)
+        self.shuffle, self.seed = shuffle, _integer("seed", seed)
         self._passes = Passes()
         self._skipper = Skipper(self._samples, self._passes.count_skipped)
         self._pass: _Pass | None = None  # that began last in this process
@@ -306,7 +308,7 @@ class ShardDataset(IterableDataset[Any]):
 
     def _warn_if_sorted(self) -> None:
         """Say so where batches see few classes because the store lies sorted by class."""
-        schema, reader = self._index.schema, self._samples.reader
+        schema, reader = self._index.schema, Reader(self._index)  # of its own: workers shall inherit nothing
         classes, m = len(schema.classes or ()), self.batch_size or _USUAL_BATCH
         if "label" not in schema.array_names or classes < 2 or schema.options.get("shuffle") or schema.samples < 2 * m:
             return
@@ -344,6 +346,13 @@ def _few(order: Order, start: int, stop: int, taken: int, at_once: int = _READ_A
         numbers = order.mixed(np.arange(first, min(first + _ORDER_AT_ONCE, stop - start)), start, stop)
         for i in range(0, len(numbers), at_once):
             yield numbers[i : i + at_once]
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise OptionError(f"{name} must be an integer; got {value!r}") from error
 
 
 def _refuse_accelerate(options: ReadOptions) -> None:
