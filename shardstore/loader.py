@@ -274,10 +274,11 @@ class ShardDataset(IterableDataset[Any]):
         def numbers(t: int) -> Numbers:
             return order.step(t, batch_size, share, begin)
 
+        mine = range(worker + now.taken * workers, steps, workers)
         skip = self._samples.reader.options.on_error == "skip"
-        for t in range(worker + now.taken * workers, steps, workers):
+        for t, own in zip(mine, order.steps(mine, batch_size, share, begin), strict=True):
             now.taken += 1
-            yield self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(numbers(t))
+            yield self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(own)
 
     def _iter_samples(self, now: _Pass, worker: int, workers: int) -> Iterator[Any]:
         order = self._order(now.begun.epoch)
