@@ -74,13 +74,13 @@ _REPAIR = "Restore the store from a copy, or convert the source again with --ove
 
 
 class Index:
-    """An opened index: the schema, the shard table in memory, chunk tables mapped on first use.
+    """An opened index: the schema, the shard table, chunk tables opened on first use; all tables are mapped memory.
 
     Attributes:
         path: the store, absolute, as the user names it.
         root: the folder of ``shardstore.json``.
         schema: what it says.
-        shards: the shard table.
+        shards: the shard table, mapped as well.
     """
 
     def __init__(self, path: str, root: str, schema: Schema, shards: Table) -> None:
@@ -207,7 +207,7 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
         if got != size:
             what = "a file of the store is missing" if got is None else "a file of the store has another size"
             raise DamagedStoreError(Problem(what, file, expected=f"{size} bytes", got=f"{got}", hint=_REPAIR))
-    shards = np.array(_load_table(f"{root}/index/shards.npy", shard_dtype(schema)))
+    shards = _load_table(f"{root}/index/shards.npy", shard_dtype(schema))
     if len(shards) != schema.shards:
         length = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
         raise DamagedStoreError(replace(length, hint=_REPAIR))
@@ -228,7 +228,7 @@ def _load_schema(path: str, root: str) -> Schema:
 def _load_table(file: str, dtype: np.dtype[np.void]) -> Table:
     try:
         start, rows = npyfile.measure(file, dtype)
-        return np.memmap(file, dtype, "r", start, (rows,))
+        return np.memmap(file, dtype, "r", start, (rows,)).view(np.ndarray)  # whose rows come faster
     except (OSError, ValueError) as error:
         raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
 

@@ -243,7 +243,7 @@ class ShardDataset(IterableDataset[Any]):
 
     def _position(self, epoch: int, batch: int) -> Position:
         schema, seed = self._index.schema, self.seed if self.shuffle else None
-        return Position(schema.fingerprint, seed, self.batch_size, self._window(), epoch, batch)
+        return Position(schema.fingerprint, seed, self.batch_size, *self._mixing(), epoch, batch)
 
     def _begin(self, workers: int) -> _Pass:
         """Begin a pass, in this process: at the position loaded for it, or of the next epoch."""
@@ -292,20 +292,23 @@ class ShardDataset(IterableDataset[Any]):
     def _order(self, epoch: int) -> Order:
         schema = self._index.schema
         key = derive(int(schema.fingerprint[:16], 16), self.seed) if self.shuffle else None
-        return Order(schema.samples, schema.shard_samples, key, epoch, self._window())
+        return Order(schema.samples, schema.shard_samples, key, epoch, *self._mixing())
 
-    def _window(self) -> int:
-        """Samples that are mixed together: no bound where each can be read alone, else as many decoded chunks as
-        ``window_bytes`` holds, of all windows that a worker may have under way at once."""
-        schema, sizes = self._index.schema, []
+    def _mixing(self) -> tuple[int, int]:
+        """Window and block of the order: no bounds where each sample can be read alone, else the samples of a chunk,
+        and as many of them as ``window_bytes`` holds, of all windows that a worker may have under way at once."""
+        schema, blocks, budget = self._index.schema, [], self._samples.reader.options.window_bytes
         windows = 1 if self.batch_size is None else lane_count(schema.shards)
         for field in self._samples.fields:
             array = schema.array(field.name if field.kind == "array" else f"{field.name}.data")[1]
             if array.codec != "none":
-                budget = self._samples.reader.options.window_bytes // windows
-                chunks = max(1, budget // (array.chunk_items * array.item_bytes))
-                sizes.append(max(1, chunks * schema.samples // len(self._index.table(array.name))))
-        return min(sizes, default=0)
+                samples = max(1, schema.samples // len(self._index.table(array.name)))
+                blocks.append((samples, array.chunk_items * array.item_bytes))
+        if not blocks:
+            return 0, 1
+        samples, nbytes = max(blocks)
+        block = max(n for n in range(1, samples + 1) if schema.shard_samples % n == 0)
+        return block * max(1, budget // windows // nbytes), block
 
     def _warn_if_sorted(self) -> None:
         """Say so where batches see few classes because the store lies sorted by class."""

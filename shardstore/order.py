@@ -7,8 +7,9 @@ last one staying last. Concatenated, they give positions ``0 .. samples - 1``.
 ``L`` *lanes*; ``L`` depends on the number of shards alone (:func:`lane_count`). Batch ``q`` of the epoch is batch
 ``q // L`` of lane ``q % L``. Runs are laid out so that the only short batch is also the last of the epoch.
 
-**Mixing.** Inside a lane, each *window* of consecutive positions is permuted by a keyed permutation, the whole lane
-where every sample can be read by itself.
+**Mixing.** Where every sample can be read by itself, all positions of a lane are permuted by a keyed permutation. Where
+chunks must be decompressed, the lane's *blocks* (the samples of a chunk) are permuted, and then, in that order, each
+*window* of samples: decoding stays within a window, and no batch is the same in the next epoch.
 
 **Ranks and workers.** Rank ``r`` of ``R`` takes batch ``t * R + r`` at step ``t``; its worker ``w`` of ``W`` takes the
 steps ``w, w + W, …``, which is how a DataLoader collects them. So the sequence of batches does not depend on ranks or
@@ -42,7 +43,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BATCHES_AT_ONCE = 32  # worked out together: a keyed permutation of 2,000 numbers costs three times that of 64
 _SORT_LIMIT = 1024  # a Feistel network on so few numbers reaches only some of their permutations
 _ROUNDS = 8
-_SHARDS, _MIX = 1, 2  # what a derived key is for
+_SHARDS, _MIX, _BLOCKS = 1, 2, 3  # what a derived key is for
 
 
 def derive(*parts: int) -> int:
@@ -156,7 +157,8 @@ class Order:
         shard_samples: of every shard but perhaps the last.
         key: derived from the store's fingerprint and the seed; None keeps the stored order of shards and samples.
         epoch: from 0.
-        window: how many consecutive positions are mixed; 0 for all of a lane.
+        window: how many samples are mixed at a time, once the blocks are; 0 for all of a lane, whatever the blocks.
+        block: samples that are read together; divides ``shard_samples``.
     """
 
     samples: int
@@ -164,6 +166,7 @@ class Order:
     key: int | None = None
     epoch: int = 0
     window: int = 0
+    block: int = 1
 
     @property
     def shards(self) -> int:
@@ -190,11 +193,30 @@ class Order:
             return self.at((start + numbers) % self.samples)
         length = stop - start
         first = numbers - numbers % (self.window or np.maximum(length, 1))
-        windows = np.stack([start, first, np.minimum(self.window or self.samples, length - first)])
-        (starts, firsts, sizes), group = np.unique(windows, axis=1, return_inverse=True)
-        mine, epoch, use = (np.array([part & _MASK], np.uint64) for part in (self.key, self.epoch, _MIX))
-        keys = _derive_each(mine, epoch, use, starts.astype(np.uint64), firsts.astype(np.uint64))
-        return self.at((start + first + _permute_each(numbers - first, group.reshape(-1), sizes, keys)) % self.samples)
+        size = np.minimum(self.window or self.samples, length - first)
+        inside = first + self._permuted(_MIX, numbers - first, start, first, size)
+        if self.window:
+            inside = self._blocks_mixed(inside, start, stop)
+        return self.at((start + inside) % self.samples)
+
+    def _blocks_mixed(self, numbers: Numbers, start: Numbers, stop: Numbers) -> Numbers:
+        """Whole blocks of a run permuted; what lies before the first and behind the last comes at the end."""
+        low, high = -(-start // self.block) * self.block, stop // self.block * self.block
+        count = np.maximum(high - low, 0) // self.block
+        block, rest = numbers // self.block, numbers - count * self.block
+        before = np.where(count > 0, low - start, stop - start)
+        out: Numbers = np.where(rest < before, rest, rest + count * self.block)
+        whole = np.flatnonzero(block < count)
+        moved = self._permuted(_BLOCKS, block[whole], start[whole], start[whole], count[whole])
+        out[whole] = (low - start)[whole] + moved * self.block + numbers[whole] % self.block
+        return out
+
+    def _permuted(self, use: int, numbers: Numbers, start: Numbers, first: Numbers, size: Numbers) -> Numbers:
+        """Each number permuted among ``size`` by a key of (use, start, first)."""
+        groups, group = np.unique(np.stack([start, first, size]), axis=1, return_inverse=True)
+        parts = [np.array([part & _MASK], np.uint64) for part in (self.key or 0, self.epoch, use)]
+        keys = _derive_each(*parts, *groups[:2].astype(np.uint64))
+        return _permute_each(numbers, group.reshape(-1), groups[2], keys)
 
     def batch_count(self, batch_size: int) -> int:
         """Batches of an epoch, a short last one among them."""

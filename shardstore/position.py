@@ -13,7 +13,13 @@ from typing import Any
 from shardstore.errors import OptionError, Problem
 from shardstore.order import derive
 
-_SAME = ("fingerprint", "seed", "batch_size", "window")  # what the order depends on; seed is None without shuffle
+_SAME = (
+    "fingerprint",
+    "seed",
+    "batch_size",
+    "window",
+    "block",
+)  # what the order depends on; seed is None without shuffle
 _NO_STATE = "this is no state of a ShardDataset"
 
 
@@ -25,7 +31,7 @@ class Position:
         fingerprint: of the store's content.
         seed: None without shuffle.
         batch_size: None where the DataLoader makes the batches.
-        window: samples that are mixed together, 0 for all of a lane.
+        window, block: samples that are mixed together, and that are read together; see :class:`shardstore.order.Order`.
         epoch: from 0.
         batch: of the epoch, where the pass began.
         taken: batches since then, by the worker that this is the position of; without ``batch_size``, samples.
@@ -36,6 +42,7 @@ class Position:
     seed: int | None
     batch_size: int | None
     window: int
+    block: int
     epoch: int
     batch: int
     taken: int = 0
@@ -72,7 +79,7 @@ class Position:
                     expected=", ".join(f"{name} {getattr(self, name)}" for name in differ),
                     got=", ".join(f"{name} {getattr(here, name)}" for name in differ),
                     hint="Make the data set as it was when the state was saved; seed is None without shuffle, "
-                    "window follows from the fields and window_bytes. Or begin anew without the state.",
+                    "window and block follow from the fields and window_bytes. Or begin anew without the state.",
                 )
             )
 

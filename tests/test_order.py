@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -20,12 +21,14 @@ KEYS = st.integers(0, 2**64 - 1)
 def orders(draw: st.DrawFn, max_samples: int = 300) -> Order:
     """Any order of a small store."""
     samples = draw(st.integers(1, max_samples))
+    shard_samples = draw(st.integers(1, samples))
     return Order(
         samples,
-        draw(st.integers(1, samples)),
+        shard_samples,
         draw(st.none() | KEYS),
         draw(st.integers(0, 3) | st.just(10**9)),
         draw(st.just(0) | st.integers(1, max_samples)),
+        draw(st.sampled_from([n for n in range(1, shard_samples + 1) if shard_samples % n == 0])),
     )
 
 
@@ -141,7 +144,7 @@ def test_batches_of_huge_stores_are_in_range_and_disjoint(
 
 @given(order=orders(), batch_size=st.integers(1, 40))
 def test_an_order_is_a_function_of_its_numbers(order: Order, batch_size: int) -> None:
-    again = Order(order.samples, order.shard_samples, order.key, order.epoch, order.window)
+    again = Order(*dataclasses.astuple(order))
     assert epoch(again, batch_size) == epoch(order, batch_size)
 
 
@@ -173,14 +176,28 @@ def test_shards_stay_whole_and_a_short_one_comes_last(order: Order) -> None:
     assert (np.diff(numbers)[np.diff(shards) == 0] == 1).all()
 
 
-@given(order=orders(), window=st.integers(1, 50), data=st.data())
-def test_a_window_mixes_only_its_own_positions(order: Order, window: int, data: st.DataObject) -> None:
-    order = Order(order.samples, order.shard_samples, order.key, order.epoch, window)
+@given(order=orders(), times=st.integers(1, 5), data=st.data())
+def test_a_window_holds_whole_blocks(order: Order, times: int, data: st.DataObject) -> None:
+    order = dataclasses.replace(order, key=order.key or 1, window=times * order.block)
     start = data.draw(st.integers(0, order.samples - 1))
     stop = data.draw(st.integers(start + 1, order.samples))
-    mixed, plain = order.mixed(np.arange(stop - start), start, stop), order.at(np.arange(start, stop))
-    for first in range(0, stop - start, window):
-        assert sorted(mixed[first : first + window].tolist()) == sorted(plain[first : first + window].tolist())
+    mixed = order.mixed(np.arange(stop - start), start, stop)
+    assert sorted(mixed.tolist()) == sorted(order.at(np.arange(start, stop)).tolist())
+    whole = stop // order.block - -(-start // order.block)  # blocks, by position
+    for first in range(0, whole * order.block - order.window + 1, order.window):
+        counts = Counter((mixed[first : first + order.window] // order.block).tolist())
+        assert list(counts.values()) == [order.block] * times
+
+
+def test_windows_are_others_in_the_next_epoch() -> None:
+    windows = []
+    for number in range(2):
+        order = Order(4096, 256, derive(3), number, window=16, block=8)
+        mixed = order.mixed(np.arange(1024), 512, 1536).reshape(-1, 16)
+        shared = [len(np.unique(window // 256)) for window in mixed]
+        assert max(shared) == 2  # its two blocks come from anywhere in the run
+        windows.append({frozenset(window.tolist()) for window in mixed})
+    assert not windows[0] & windows[1]
 
 
 def test_without_a_window_all_of_a_lane_is_mixed() -> None:
@@ -293,12 +310,25 @@ def test_derived_keys_are_pinned() -> None:
             [[11, 14, 13], [16, 5, 19], [8, 3, 10], [6, 4, 17], [0, 2, 9], [7, 18, 12], [15, 1]],
         ),
         (
-            Order(22, 4, derive(7), window=2),
+            Order(22, 4, derive(7), window=2, block=2),
             4,
-            [[4, 5, 6, 7], [1, 0, 2, 3], [16, 17, 19, 18], [9, 8, 10, 11], [13, 12, 14, 15], [21, 20]],
+            [[6, 7, 8, 9], [3, 2, 14, 15], [16, 17, 21, 20], [11, 10, 4, 5], [13, 12, 0, 1], [19, 18]],
+        ),
+        (
+            Order(26, 6, derive(7), window=4, block=2),
+            4,
+            [
+                [24, 20, 25, 21],
+                [9, 16, 8, 17],
+                [19, 2, 18, 3],
+                [15, 10, 11, 14],
+                [0, 1, 22, 23],
+                [12, 6, 13, 7],
+                [4, 5],
+            ],
         ),
     ],
-    ids=["stored", "shuffled", "next epoch", "window"],
+    ids=["stored", "shuffled", "next epoch", "blocks", "two blocks"],
 )
 def test_batches_are_pinned(order: Order, batch_size: int, batches: list[list[int]]) -> None:
     assert epoch(order, batch_size) == batches
