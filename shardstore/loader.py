@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from shardstore.chunks import Numbers, Reader, ReadOptions
 from shardstore.errors import OptionError, Problem, ShardstoreError
 from shardstore.index import Index, load
 from shardstore.order import Order, Share, Tail, derive, lane_count
-from shardstore.passes import Passes
+from shardstore.passes import Passes, check_epoch
 from shardstore.position import Position
 from shardstore.samples import ImageType, SampleReader, View
 from shardstore.skipping import Skipper
@@ -90,7 +91,7 @@ class ShardDataset(IterableDataset[Any]):
         self._passes = Passes()
         self._skipper = Skipper(self._samples, self._passes.count_skipped)
         self._pass: _Pass | None = None  # that began last in this process
-        self._loaded: Position | None = None  # for the next pass of this process
+        self._loaded: tuple[int, Position] | None = None  # for the next pass of the process of this number
         self._process_group: tuple[int, int] | None = None
         _refuse_accelerate(self._samples.reader.options)
         if shuffle:
@@ -130,7 +131,7 @@ class ShardDataset(IterableDataset[Any]):
             OptionError: it is negative or above 2**28 - 1.
         """
         self._passes.set(epoch)
-        if self._loaded is not None and self._loaded.epoch != epoch:
+        if self._loaded is not None and self._loaded[1].epoch != epoch:
             self._loaded = None
 
     @property
@@ -192,7 +193,8 @@ class ShardDataset(IterableDataset[Any]):
                     hint="Give ShardDataset a batch_size (and DataLoader batch_size=None), or use StatefulDataLoader.",
                 )
             )
-        epoch = self._passes.epoch if epoch is None else epoch
+        epoch, step = _integer("epoch", self._passes.epoch if epoch is None else epoch), _integer("step", step)
+        check_epoch(epoch)
         begin, share = self._passes.first_batch(epoch), self.share
         done = step - -(-begin // share.ranks)
         steps = self._order(0).step_count(self.batch_size, share, begin)
@@ -230,16 +232,13 @@ class ShardDataset(IterableDataset[Any]):
         """
         position = Position.from_dict(state)
         position.check_same_order(self._position(0, 0))
-        info = get_worker_info()
-        if info is None and self.batch_size is not None:
+        if get_worker_info() is None:
             if position.taken:
-                position.check_same_share(1, position.ranks)
-            position = position.moved(position.taken)
+                position.check_same_share(1, position.ranks)  # no single worker of several can speak for all
+            position = position if self.batch_size is None else position.moved(position.taken)
             self._passes.set(position.epoch, position.batch)
-            return
-        if info is None:
-            self._passes.set(position.epoch, 0)
-        self._loaded = position
+        if self.batch_size is None or get_worker_info():
+            self._loaded = os.getpid(), position
 
     def _position(self, epoch: int, batch: int) -> Position:
         schema, seed = self._index.schema, self.seed if self.shuffle else None
@@ -247,15 +246,16 @@ class ShardDataset(IterableDataset[Any]):
 
     def _begin(self, workers: int) -> _Pass:
         """Begin a pass, in this process: at the position loaded for it, or of the next epoch."""
-        loaded, self._loaded = self._loaded, None
-        ranks = self.share.ranks
-        if loaded is not None:
-            loaded.check_same_share(workers, ranks)
+        here, loaded = self._loaded or (0, None)
+        self._loaded = None
+        # What a trainer has loaded its workers see pass after pass: it is for the one of its epoch.
+        if loaded is not None and (here == os.getpid() or loaded.epoch == self.epoch):
+            loaded.check_same_share(workers, self.share.ranks)
             self._passes.begin_at(loaded.epoch)
         else:
             epoch = self._passes.begin()
             loaded = self._position(epoch, self._passes.first_batch(epoch))
-        return _Pass(replace(loaded, workers=workers, ranks=ranks), loaded.taken)
+        return _Pass(replace(loaded, workers=workers, ranks=self.share.ranks), loaded.taken)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 

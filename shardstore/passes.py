@@ -2,9 +2,9 @@
 
 Nothing is called in the trainer when a pass begins, and every worker is a process of its own, so the workers settle it
 among themselves: the first of a pass takes the next epoch and notes which pass that was. A pass is told from others by
-how many processes the trainer had started before (workers of one pass are started in a row) and, as workers may
-persist, by how many passes the worker has made. torch's ``base_seed`` would not do: a user who seeds before each pass
-repeats it.
+how many processes the trainer had started before (workers of one pass are started in a row, with fewer other processes
+among them than workers) and, as workers may persist, by how many passes the worker has made. torch's ``base_seed``
+would not do: a user who seeds before each pass repeats it.
 
 There is no lock, which could not be pickled: every cell is written in one piece, and all workers of a pass write the
 same.
@@ -82,8 +82,7 @@ class Passes:
     def set(self, epoch: int, batch: int | None = None) -> None:
         """Let the next pass be of this epoch, and begin at this batch. Without one, a position that was loaded for this
         very pass stays: a loop that sets every epoch may set the first one too."""
-        if not 0 <= epoch < EPOCHS:
-            raise OptionError(f"an epoch must be in 0 .. {EPOCHS - 1}; got {epoch}")
+        check_epoch(epoch)
         cells = self._cells()
         waiting = cells[_NEXT] == cells[_LOADED_EPOCH] == epoch
         if batch is not None or not waiting:
@@ -98,10 +97,13 @@ class Passes:
         if info is not None:
             started = (multiprocessing.current_process()._identity[-1] - info.id) % _STARTS
             mark = (self._made & 127) << 8 | info.num_workers & 255
-            for taken in cells[_TAKEN:_SKIPPED].tolist():
-                if _same_pass(taken // EPOCHS, started, mark, info.num_workers):
-                    return int(taken % EPOCHS)
-            cells[_TAKEN + epoch % _TAKEN_COUNT] = (started * _MARKS + mark) * EPOCHS + epoch
+            taken = cells[_TAKEN:_SKIPPED]
+            for i, cell in enumerate(taken.tolist()):
+                if cell and _same_loader(cell, started, info.num_workers):
+                    if cell // EPOCHS % _MARKS == mark:
+                        return int(cell % EPOCHS)
+                    taken[i] = 0  # of an earlier pass of these very workers: they have all left it
+            taken[epoch % _TAKEN_COUNT] = (started * _MARKS + mark) * EPOCHS + epoch
         self._write(cells, epoch)
         return epoch
 
@@ -135,11 +137,17 @@ class Passes:
         return self._own
 
 
-def _same_pass(taken: int, started: int, mark: int, workers: int) -> bool:
-    """Whether a worker belongs to a pass that another one has noted."""
-    # The trainer may start other processes among the workers; up to W - 1, this is no later pass of W workers.
-    apart = (taken // _MARKS - started) % _STARTS
-    return taken > 0 and taken % _MARKS == mark and min(apart, _STARTS - apart) < workers
+def check_epoch(epoch: int) -> None:
+    """Raise OptionError for what is no number of an epoch."""
+    if not 0 <= epoch < EPOCHS:
+        raise OptionError(f"an epoch must be in 0 .. {EPOCHS - 1}; got {epoch}")
+
+
+def _same_loader(cell: int, started: int, workers: int) -> bool:
+    """Whether a worker belongs to the loader of a pass that has been noted."""
+    # The trainer may start other processes among the workers; up to W - 1, these are no later W workers.
+    apart = (cell // EPOCHS // _MARKS - started) % _STARTS
+    return cell // EPOCHS % 256 == workers & 255 and min(apart, _STARTS - apart) < workers
 
 
 def _new_cells(old: torch.Tensor | None = None) -> tuple[int, torch.Tensor]:

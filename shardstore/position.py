@@ -20,6 +20,7 @@ _SAME = (
     "window",
     "block",
 )  # what the order depends on; seed is None without shuffle
+_LIMIT = 1 << 62
 _NO_STATE = "this is no state of a ShardDataset"
 
 
@@ -59,14 +60,14 @@ class Position:
         try:
             position = Position(**state)
         except TypeError as error:
-            raise OptionError(Problem(_NO_STATE, got=f"{state!r:.200}")) from error
+            raise OptionError(f"{_NO_STATE}: {state!r:.200}") from error
         for field in fields(position):
             value = getattr(position, field.name)
             right = str if field.name == "fingerprint" else int
             if not (isinstance(value, right) or (value is None and field.name in ("seed", "batch_size"))):
                 raise OptionError(Problem(_NO_STATE, expected=f"{right.__name__} as {field.name}", got=repr(value)))
-            if isinstance(value, int) and field.name != "seed" and value < 0:
-                raise OptionError(Problem(_NO_STATE, expected=f"{field.name} >= 0", got=repr(value)))
+            if isinstance(value, int) and field.name != "seed" and not 0 <= value < _LIMIT:
+                raise OptionError(Problem(_NO_STATE, expected=f"{field.name} in 0 .. 2**62", got=repr(value)))
         return position
 
     def check_same_order(self, here: Position) -> None:
@@ -127,10 +128,8 @@ def change_workers(state: Mapping[str, Any], num_workers: int) -> dict[str, Any]
         raise OptionError(f"num_workers must be 0 or more; got {num_workers}")
     try:
         position, yielded, finished = _parse(state)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise OptionError(
-            Problem("this is no state of a StatefulDataLoader over a ShardDataset", got=f"{state!r:.200}")
-        ) from error
+    except (KeyError, TypeError, AttributeError, IndexError, OptionError) as error:
+        raise OptionError(f"this is no state of a StatefulDataLoader over a ShardDataset: {state!r:.200}") from error
     if finished:
         position, yielded = replace(position.moved(0), epoch=position.epoch + 1, batch=0), 0
     elif position.taken and position.batch_size is None:
