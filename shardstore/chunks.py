@@ -39,6 +39,7 @@ class ReadOptions:
         exact: for evaluation: repeat and drop nothing, so that ranks may make different numbers of steps.
         on_error: what a stream does about a sample that cannot be read: ``raise``, or ``skip``: leave it out, warn, and
             count it (``ShardDataset.skipped``).
+        ring: whole batches go from workers to the trainer in memory that is used again (Linux); False: torch's way.
     """
 
     window_bytes: int = WINDOW_BYTES
@@ -46,6 +47,7 @@ class ReadOptions:
     world_size: int | None = None
     exact: bool = False
     on_error: Literal["raise", "skip"] = "raise"
+    ring: bool = True
 
     def __post_init__(self) -> None:
         """Raise OptionError for values that are impossible by themselves or together."""
@@ -143,7 +145,7 @@ class Reader:
         """
         kind = self.index.schema.field(field).kind
         if kind == "array":
-            return self._read_array(field, samples)
+            return self.read_array(field, samples)
         return [self._read_blob(field, int(s), ragged=kind == "ragged") for s in samples]
 
     def lengths(self, field: str) -> Numbers:
@@ -181,33 +183,53 @@ class Reader:
 
     # -- array fields -------------------------------------------------------------------------------------------------
 
-    def _read_array(self, name: str, samples: Numbers) -> Array:
+    def read_array(self, name: str, samples: Numbers, out: Array | None = None) -> Array:
+        """:meth:`read` for a field of kind ``array``, into ``out`` if given: C-contiguous, of shape (n, *shape)."""
         spec = self.index.schema.array(name)[1]
-        out = np.empty((len(samples), *spec.item_shape), spec.dtype)
-        inside = samples % self.index.schema.shard_samples
-        chunks = self._rows_before(name)[samples // self.index.schema.shard_samples] + inside // spec.chunk_items
-        whole = spec.codec != "none" or spec.item_bytes < _SMALL
-        follows = np.diff(chunks, prepend=-1) == 0
-        if not whole:
-            follows[1:] &= np.diff(samples) == 1
-        starts = np.flatnonzero(~follows)
-        ends = np.append(starts[1:], len(samples)) if len(starts) else starts
-        for a, b in zip(starts, ends, strict=True):
-            row, first = int(chunks[a]), int(samples[a])
-            if whole:
-                items = self._items(name, row)
-                out[a:b] = items[inside[a:b] % spec.chunk_items]
-            else:
-                self._read_run(name, row, first, out[a:b])
+        if out is None:
+            out = np.empty((len(samples), *spec.item_shape), spec.dtype)
+        shards, inside = np.divmod(samples, self.index.schema.shard_samples)
+        rows = self._rows_before(name)[shards] + inside // spec.chunk_items
+        if spec.codec == "none" and spec.item_bytes >= _SMALL:
+            self._read_singly(name, samples, rows, out)
+            return out
+        inside %= spec.chunk_items
+        for row in np.unique(rows).tolist():
+            here = np.flatnonzero(rows == row)
+            out[here] = self._items(name, row)[inside[here]]
         return out
 
-    def _read_run(self, name: str, row: int, first: int, out: Array) -> None:
-        """Consecutive samples of one uncompressed chunk, straight into the batch."""
-        chunk = self._row(name, row)
+    def _read_singly(self, name: str, samples: Numbers, rows: Numbers, out: Array) -> None:
+        """Samples of uncompressed chunks, straight into the batch; neighbours in one piece, file by file."""
         item = self.index.schema.array(name)[1].item_bytes
-        self._fill(name, chunk, chunk.offset + (first - chunk.first) * item, out.reshape(-1).view(np.uint8))
-        if len(out) == chunk.count:
-            self._check(name, chunk, chunk.crc32c, out.reshape(-1).view(np.uint8))
+        table = self._rows_of(name, rows)
+        offsets = table["offset"].astype(np.int64) + (samples - table["first"]) * item
+        follows = (np.diff(rows, prepend=-1) == 0) & (np.diff(samples, prepend=-1) == 1)
+        starts = np.flatnonzero(~follows)
+        ends = np.append(starts[1:], len(samples))
+        data, shards = out.reshape(-1).view(np.uint8), table["shard"][starts]
+        for shard in np.unique(shards).tolist():
+            here = np.flatnonzero(shards == shard)
+            here = here[np.argsort(offsets[starts[here]])]
+            parts = [(a * item, b * item) for a, b in zip(starts[here].tolist(), ends[here].tolist(), strict=True)]
+            self._fill_parts(name, shard, offsets[starts[here]].tolist(), parts, data, rows)
+        for a in starts[ends - starts == table["count"][starts]].tolist():  # chunks that were read as a whole
+            chunk = self._row(name, int(rows[a]))
+            self._check(name, chunk, chunk.crc32c, data[a * item : (a + chunk.count) * item])
+
+    def _fill_parts(
+        self, name: str, shard: int, offsets: list[int], parts: list[tuple[int, int]], data: Array, rows: Numbers
+    ) -> None:
+        """Read pieces of one file; where they are not to be had, read singly, which names the place."""
+        buffers = memoryview(data.data)
+        try:
+            if self._files.read_parts(self.index.shard_path(shard, name), offsets, [buffers[a:b] for a, b in parts]):
+                return
+        except OSError:
+            pass
+        item = self.index.schema.array(name)[1].item_bytes
+        for offset, (a, b) in zip(offsets, parts, strict=True):
+            self._fill(name, self._row(name, int(rows[a // item])), offset, data[a:b])
 
     def _items(self, name: str, row: int) -> Array:
         """All items of a chunk, decoded and cached."""
@@ -293,23 +315,28 @@ class Reader:
         return self.index.shards["rows"][:, self.index.schema.array(name)[0]]
 
     def _row(self, name: str, row: int) -> _Chunk:
-        table = self.index.table(name)
-        if not 0 <= row < len(table):
-            raise self._damaged(f"the chunk table has no row {row}", name)
-        offset, nbytes, crc, first, count, shard = table[row].item()
-        number, spec = self.index.schema.array(name)
-        bad = not 0 <= shard < len(self.index.shards)
-        if not bad:
-            size = int(self.index.shards["size"][shard, self.index.schema.file_number(number)])
-            bad = offset + nbytes > size
-            if not name.endswith(".data"):  # chunks of these are a grid
-                inside = (row - int(self._rows_before(name)[shard])) * spec.chunk_items
-                bad |= first != shard * self.index.schema.shard_samples + inside
-                bad |= count != min(spec.chunk_items, int(self.index.shards["count"][shard]) - inside)
-                bad |= spec.codec == "none" and nbytes != count * spec.item_bytes
-        if bad:
-            raise self._damaged(f"row {row} of the chunk table is impossible", name)
+        offset, nbytes, crc, first, count, shard = self._rows_of(name, np.array([row]))[0].item()
         return _Chunk(row - int(self._rows_before(name)[shard]), offset, nbytes, crc, first, count, shard)
+
+    def _rows_of(self, name: str, rows: Numbers) -> Array:
+        """Rows of the chunk table, their bounds checked."""
+        table, schema = self.index.table(name), self.index.schema
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
+            raise self._damaged(f"the chunk table has no row {rows.max()}", name)
+        found, (number, spec) = table[rows], schema.array(name)
+        shards = self.index.shards[np.minimum(found["shard"], len(self.index.shards) - 1)]
+        ends = found["offset"] + found["nbytes"]
+        bad = (found["shard"] >= len(self.index.shards)) | (ends > shards["size"][:, schema.file_number(number)])
+        bad |= ends < found["offset"]  # it wrapped
+        if not name.endswith(".data"):  # chunks of these are a grid
+            inside = (rows - shards["rows"][:, number]) * spec.chunk_items
+            bad |= found["first"] != found["shard"] * np.int64(schema.shard_samples) + inside
+            bad |= found["count"] != np.minimum(spec.chunk_items, shards["count"] - inside)
+            if spec.codec == "none":
+                bad |= found["nbytes"] != found["count"] * np.uint64(spec.item_bytes)
+        if bad.any():
+            raise self._damaged(f"row {rows[bad][0]} of the chunk table is impossible", name)
+        return found
 
     def _fill(self, name: str, chunk: _Chunk, offset: int, out: Array) -> None:
         path = self.index.shard_path(chunk.shard, name)

@@ -17,7 +17,6 @@ _MAX_OPEN = (
     32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
 )
 _COPY_BYTES = 1 << 20
-_HAS_PREAD = hasattr(os, "pread")  # not on Windows
 
 
 def crc32c(data: bytes | np.ndarray[Any, Any], start: int = 0) -> int:
@@ -70,6 +69,7 @@ class Files:
 
     def _forget(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[int, int] = {}  # of descriptors that threads read from right now
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -77,26 +77,46 @@ class Files:
         """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
         view, done = memoryview(buffer.data).cast("B"), 0
         with self._use(path) as fd:
-            while done < len(view) and (n := _read_at(fd, view[done:], offset + done)):
+            while done < len(view) and (n := read_at(fd, view[done:], offset + done)):
                 done += n
         return done
+
+    def read_parts(self, path: str, offsets: list[int], views: list[memoryview]) -> bool:
+        """Fill each of ``views`` from its offset on, each with one call; returns whether all came whole."""
+        with self._use(path) as fd:
+            return all(read_at(fd, view, offset) == len(view) for offset, view in zip(offsets, views, strict=True))
 
     @contextmanager
     def _use(self, path: str) -> Iterator[int]:
         if self._pid != os.getpid():
             self._forget()
-        with self._lock:  # held over the read: another thread may not close this descriptor under us
-            yield self._descriptor(path)
+        with self._lock:
+            fd = self._descriptor(path)
+            self._users[fd] = self._users.get(fd, 0) + 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users[fd] -= 1
+                if not self._users[fd]:
+                    del self._users[fd]
 
     def _descriptor(self, path: str) -> int:
         fd = self._open.pop(path, None)
         if fd is None:
             self._before_open()
             if len(self._open) >= self._max_open:
-                os.close(self._open.popitem(last=False)[1])
+                self._close_oldest()
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         self._open[path] = fd
         return fd
+
+    def _close_oldest(self) -> None:
+        for path, fd in self._open.items():
+            if fd not in self._users:  # another thread may be reading from it
+                del self._open[path]
+                os.close(fd)
+                return
 
     def close(self) -> None:
         """Close all descriptors of this process."""
@@ -111,11 +131,23 @@ class Files:
             self.close()
 
 
-def _read_at(fd: int, view: memoryview, offset: int) -> int:
-    if _HAS_PREAD:
-        return os.preadv(fd, [view], offset) if hasattr(os, "preadv") else _copy(os.pread(fd, len(view), offset), view)
-    os.lseek(fd, offset, os.SEEK_SET)
-    return _copy(os.read(fd, len(view)), view)
+def _preadv(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _pread(fd: int, view: memoryview, offset: int) -> int:
+    return _copy(os.pread(fd, len(view), offset), view)
+
+
+def _seek_and_read(fd: int, view: memoryview, offset: int) -> int:
+    with _seeking:  # the place in the file is the descriptor's, and threads share that
+        os.lseek(fd, offset, os.SEEK_SET)
+        return _copy(os.read(fd, len(view)), view)
+
+
+_seeking = threading.Lock()
+# macOS before 11 has no preadv, Windows neither.
+read_at = _preadv if hasattr(os, "preadv") else _pread if hasattr(os, "pread") else _seek_and_read
 
 
 def _copy(data: bytes, view: memoryview) -> int:

@@ -15,11 +15,13 @@ import numpy as np
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardstore import ring
 from shardstore.chunks import Numbers, Reader, ReadOptions
 from shardstore.errors import OptionError, Problem, ShardstoreError
 from shardstore.index import Index, load
 from shardstore.order import Order, Share, Tail, derive, lane_count
 from shardstore.passes import Passes, check_epoch
+from shardstore.pool import ahead
 from shardstore.position import Position
 from shardstore.samples import ImageType, SampleReader, View
 from shardstore.skipping import Skipper
@@ -55,6 +57,8 @@ class ShardDataset(IterableDataset[Any]):
         transforms: called with all values of a sample, returns as many.
         image_type: what transforms get: ``pil`` (the default, RGB), ``tensor`` (uint8, CHW) or ``numpy`` (uint8, HWC).
             Without transforms, what samples hold; the default is then ``tensor``.
+        threads: with ``batch_size``, threads of this process that read and decode ahead, two batches each; for a
+            DataLoader without workers.
         options: see :class:`ReadOptions`.
 
     Raises:
@@ -77,16 +81,20 @@ class ShardDataset(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         transforms: Callable[..., Any] | None = None,
         image_type: ImageType | None = None,
+        threads: int = 0,
         options: ReadOptions | None = None,
     ) -> None:
         batch_size = None if batch_size is None else _integer("batch_size", batch_size)
         if batch_size is not None and batch_size < 1:
             raise OptionError(f"batch_size must be at least 1; got {batch_size}")
+        threads = _integer("threads", threads)
+        if threads < 0 or (threads and batch_size is None):
+            raise OptionError(f"threads must be 0 or more, and more than 0 only with a batch_size; got {threads}")
         if drop_last and options is not None and options.exact:
             raise OptionError("exact drops nothing, and drop_last does: choose one")
         index = load(path)
         self._samples = SampleReader(Reader(index, options), View(fields, transform, transforms, image_type))
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size, self.drop_last, self.threads = batch_size, drop_last, threads
         self.shuffle, self.seed = shuffle, _integer("seed", seed)
         self._passes = Passes()
         self._skipper = Skipper(self._samples, self._passes.count_skipped)
@@ -262,6 +270,8 @@ class ShardDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if info and not self._samples.reader.options.ring:
+            ring.switch_off()
         now = self._pass = self._begin(workers)  # not at the first sample: a pass has its epoch when it is asked for
         if self.batch_size is None:
             return self._iter_samples(now, worker, workers)
@@ -274,11 +284,17 @@ class ShardDataset(IterableDataset[Any]):
         def numbers(t: int) -> Numbers:
             return order.step(t, batch_size, share, begin)
 
-        mine = range(worker + now.taken * workers, steps, workers)
+        def read(task: tuple[int, Numbers]) -> Any:
+            t, own = task
+            return self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(own)
+
         skip = self._samples.reader.options.on_error == "skip"
-        for t, own in zip(mine, order.steps(mine, batch_size, share, begin), strict=True):
+        mine = range(worker + now.taken * workers, steps, workers)
+        tasks = zip(mine, order.steps(mine, batch_size, share, begin), strict=True)
+        for batch in ahead(read, tasks, self.threads) if self.threads else map(read, tasks):
             now.taken += 1
-            yield self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(own)
+            yield batch
+            del batch  # its memory is the trainer's alone while the next one is read
 
     def _iter_samples(self, now: _Pass, worker: int, workers: int) -> Iterator[Any]:
         order = self._order(now.begun.epoch)

@@ -6,8 +6,17 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from typing import TypeVar
 
 from shardstore.errors import Problem, ShardstoreError
@@ -60,6 +69,22 @@ class Pool:
             raise ShardstoreError(Problem("a worker process died", hint=hint)) from error
         finally:
             wait([future for future in waiting if not future.cancel()])
+
+
+def ahead(function: Callable[[_T], _R], tasks: Iterable[_T], threads: int) -> Iterator[_R]:
+    """Results in the order of the tasks, worked out by threads of this process, two tasks ahead for each. A failed task
+    raises at its turn; when the iterator is closed, the threads end with the tasks that they are at."""
+    executor = ThreadPoolExecutor(threads, "shardstore")
+    waiting: deque[Future[_R]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(executor.submit(function, task))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def _begin_worker() -> None:

@@ -6,15 +6,17 @@ import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import _utils, default_collate
+from torch.utils.data import _utils, default_collate, get_worker_info
 
-from shardstore import images
+from shardstore import images, ring
 from shardstore.chunks import Numbers, Reader
 from shardstore.errors import ImageError, OptionError, Problem, StackError
+from shardstore.memory import Block, Buffers, Recycled
 from shardstore.schema import Field, Schema
 
 ImageType = Literal["pil", "tensor", "numpy"]
@@ -43,26 +45,44 @@ class Sample:
 @functools.cache
 def sample_type(fields: tuple[str, ...]) -> Any:
     """The named tuple class of samples and batches with these fields."""
-    return type("Sample", (Sample, namedtuple("Sample", fields)), {"__slots__": (), "__module__": __name__})
+    made = type("Sample", (Sample, namedtuple("Sample", fields)), {"__slots__": (), "__module__": __name__})
+    ForkingPickler.register(made, _leave)  # for the queues of a DataLoader alone: pickles elsewhere hold the values
+    return made
 
 
 def _rebuild(fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
     return sample_type(fields)(*values)
 
 
-def collate(batch: Sequence[Any]) -> Any:
+def _leave(sample: Any) -> tuple[Any, ...]:
+    return _arrive, (sample._fields, tuple(ring.place_of(value) for value in sample))
+
+
+def _arrive(fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    return sample_type(fields)(*(ring.value_at(value) for value in values))
+
+
+def collate(batch: Sequence[Any], buffers: Buffers | None = None) -> Any:
     """Stack samples into one of tensors, pictures as channels_last.
+
+    Args:
+        batch: samples with the same fields.
+        buffers: where the batch's memory comes from.
 
     Raises:
         StackError: tensors of one field have different shapes.
     """
+    buffers = buffers or (ring.of_this_worker() if get_worker_info() else Recycled())
+    block = buffers.block()
     columns = [
-        _stack(name, column, batch) for name, column in zip(batch[0]._fields, zip(*batch, strict=True), strict=True)
+        _stack(name, column, batch, block)
+        for name, column in zip(batch[0]._fields, zip(*batch, strict=True), strict=True)
     ]
+    buffers.learn(block)
     return type(batch[0])(*columns)
 
 
-def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any]) -> Any:
+def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any], block: Block) -> Any:
     first = column[0]
     if not isinstance(first, torch.Tensor):
         return default_collate(list(column))
@@ -70,8 +90,20 @@ def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any]) -> Any:
         if tensor.shape != first.shape:
             raise _cannot_stack(name, (first.shape, tensor.shape), getattr(batch[i], "key", None))
     if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
-        return default_collate([t.permute(1, 2, 0) for t in column]).permute(0, 3, 1, 2)
-    return default_collate(list(column))
+        return _stack_tensors([t.permute(1, 2, 0) for t in column], block).permute(0, 3, 1, 2)
+    return _stack_tensors(column, block)
+
+
+def _stack_tensors(tensors: Sequence[torch.Tensor], block: Block) -> torch.Tensor:
+    first = tensors[0]
+    if any(type(t) is not torch.Tensor or t.dtype != first.dtype or t.requires_grad or t.is_cuda for t in tensors):
+        return default_collate(list(tensors))  # type: ignore[no-any-return]
+    try:
+        dtype = torch.empty(0, dtype=first.dtype).numpy().dtype
+    except TypeError:  # bfloat16 and its like
+        return default_collate(list(tensors))  # type: ignore[no-any-return]
+    out = torch.from_numpy(block.empty((len(tensors), *first.shape), dtype))
+    return torch.stack(list(tensors), out=out)
 
 
 def _cannot_stack(field: str, shapes: tuple[Any, Any], key: str | None) -> StackError:
@@ -130,6 +162,7 @@ class SampleReader:
         self.reader, self.view = reader, view
         self.fields = view.choose(reader.index.schema)
         self.type = sample_type(tuple(f.name for f in self.fields))
+        self._recycled = Recycled()
         self._plain = view.transform is None and view.transforms is None
         self._image_type = view.image_type or ("tensor" if self._plain else "pil")
 
@@ -152,16 +185,19 @@ class SampleReader:
 
     def batch(self, numbers: Numbers) -> Any:
         """The samples of these numbers as one of stacked tensors."""
+        buffers: Buffers = ring.of_this_worker() if get_worker_info() else self._recycled
         if not self._plain:
-            return collate(list(self.samples(numbers)))
-        return self.type(*(self._column(field, numbers) for field in self.fields))
+            return collate(list(self.samples(numbers)), buffers)
+        block = buffers.block()
+        batch = self.type(*(self._column(field, numbers, block) for field in self.fields))
+        buffers.learn(block)
+        return batch
 
-    def _column(self, field: Field, numbers: Numbers) -> Any:
-        values = self.reader.read(field.name, numbers)
+    def _column(self, field: Field, numbers: Numbers, block: Block) -> Any:
         if field.kind == "array":
-            return (
-                torch.from_numpy(values).permute(0, 3, 1, 2) if field.content == "image" else torch.from_numpy(values)
-            )
+            out = block.empty((len(numbers), *field.shape), field.dtype)
+            return _channels_first(torch.from_numpy(self.reader.read_array(field.name, numbers, out)), field)
+        values = self.reader.read(field.name, numbers)
         if field.content == "text":
             return [_text(v) for v in values]
         if field.kind == "bytes" and field.content != "image":
@@ -170,7 +206,8 @@ class SampleReader:
         for array, number in zip(arrays, numbers.tolist(), strict=True):
             if array.shape != arrays[0].shape:
                 raise _cannot_stack(field.name, (arrays[0].shape, array.shape), self.reader.key(number))
-        return _channels_first(torch.from_numpy(np.stack(arrays)), field)
+        out = block.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+        return _channels_first(torch.from_numpy(np.stack(arrays, out=out)), field)
 
     def _value(self, field: Field, value: Any, number: int) -> Any:
         if field.content == "image":
