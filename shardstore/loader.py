@@ -97,7 +97,6 @@ class ShardDataset(IterableDataset[Any]):
         self.batch_size, self.drop_last, self.threads = batch_size, drop_last, threads
         self.shuffle, self.seed = shuffle, _integer("seed", seed)
         self._passes = Passes()
-        self._skipper = Skipper(self._samples, self._passes.count_skipped)
         self._pass: _Pass | None = None  # that began last in this process
         self._loaded: tuple[int, Position] | None = None  # for the next pass of the process of this number
         self._process_group: tuple[int, int] | None = None
@@ -284,9 +283,11 @@ class ShardDataset(IterableDataset[Any]):
         def numbers(t: int) -> Numbers:
             return order.step(t, batch_size, share, begin)
 
+        samples, skipper = self._readers(now.begun.epoch)
+
         def read(task: tuple[int, Numbers]) -> Any:
             t, own = task
-            return self._skipper.batch(numbers, t, steps) if skip else self._samples.batch(own)
+            return skipper.batch(numbers, t, steps) if skip else samples.batch(own)
 
         skip = self._samples.reader.options.on_error == "skip"
         mine = range(worker + now.taken * workers, steps, workers)
@@ -300,10 +301,16 @@ class ShardDataset(IterableDataset[Any]):
         order = self._order(now.begun.epoch)
         start, stop = order.consumer_range(worker, workers, self.share)
         pieces = _few(order, start, stop, now.taken)
-        skip = self._samples.reader.options.on_error == "skip"
-        for sample in self._skipper.stream(pieces) if skip else (s for n in pieces for s in self._samples.samples(n)):
+        samples, skipper = self._readers(now.begun.epoch)
+        skip = samples.reader.options.on_error == "skip"
+        for sample in skipper.stream(pieces) if skip else (s for n in pieces for s in samples.samples(n)):
             now.taken += 1
             yield sample
+
+    def _readers(self, epoch: int) -> tuple[SampleReader, Skipper]:
+        """What reads in a pass of this epoch."""
+        samples = self._samples.keyed(derive(self.seed, epoch))
+        return samples, Skipper(samples, self._passes.count_skipped)
 
     def _order(self, epoch: int) -> Order:
         schema = self._index.schema

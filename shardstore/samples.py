@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ from torch.utils.data import _utils, default_collate, get_worker_info
 
 from shardstore import images, ring
 from shardstore.chunks import Numbers, Reader
-from shardstore.errors import ImageError, OptionError, Problem, StackError
+from shardstore.errors import ImageError, OptionError, Problem, ShardstoreError, StackError
 from shardstore.memory import Block, Buffers, Recycled
+from shardstore.order import derive
 from shardstore.schema import Field, Schema
+from shardstore.transforms import Random, Transform
 
 ImageType = Literal["pil", "tensor", "numpy"]
 
@@ -163,11 +166,19 @@ class SampleReader:
         self.fields = view.choose(reader.index.schema)
         self.type = sample_type(tuple(f.name for f in self.fields))
         self._recycled = Recycled()
+        self._key: int | None = None
         self._plain = view.transform is None and view.transforms is None
+        self._ours = isinstance(view.transform, Transform)
         self._image_type = view.image_type or ("tensor" if self._plain else "pil")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleReader, (self.reader, self.view)
+
+    def keyed(self, key: int) -> SampleReader:
+        """The same reader, for transforms of ours whose randomness follows from ``key`` and the sample's number."""
+        other = copy.copy(self)
+        other._key = key
+        return other
 
     def samples(self, numbers: Numbers) -> Iterator[Any]:
         """The samples of these numbers: bytes are read together, pictures decoded one by one."""
@@ -211,6 +222,8 @@ class SampleReader:
 
     def _value(self, field: Field, value: Any, number: int) -> Any:
         if field.content == "image":
+            if self._ours:
+                return value  # it decodes what it needs
             array = self._decoded(field, value, number)
             if self._image_type == "numpy":
                 return array
@@ -243,10 +256,12 @@ class SampleReader:
             if self.view.transform is not None:
                 for i, field in enumerate(self.fields):
                     if field.content == "image":
-                        values[i] = self.view.transform(values[i])
+                        values[i] = self._transform(field, values[i], number)
             if self.view.transforms is None:
                 return values
             result = self.view.transforms(*values)
+        except ShardstoreError:
+            raise
         except Exception as error:
             error.add_note(f"in the transform of sample {number}, key {self.reader.key(number)}")
             raise
@@ -257,6 +272,18 @@ class SampleReader:
                 f"transforms got {len(values)} values ({names}) and must return as many, not {len(result)}"
             )
         return result
+
+    def _transform(self, field: Field, value: Any, number: int) -> Any:
+        transform = self.view.transform
+        if not isinstance(transform, Transform):
+            return transform(value)  # type: ignore[misc]
+        key = derive(self._key, number) if self._key is not None else int(torch.randint(1 << 62, ()).item())
+        if field.kind != "bytes":
+            return transform.apply(torch.from_numpy(value).permute(2, 0, 1), Random(key))
+        try:
+            return transform.decode(value, Random(key))
+        except ImageError as error:
+            raise ImageError(self._place(error.problem, field, number)) from error
 
 
 def _channels_first(batch: torch.Tensor, field: Field) -> torch.Tensor:
