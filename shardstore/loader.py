@@ -49,7 +49,8 @@ class ShardDataset(IterableDataset[Any]):
         path: the store.
         fields: which fields, in this order; None for image and label.
         batch_size: samples in a batch; None lets the DataLoader make them.
-        shuffle: permute shards and mix samples; False keeps the stored order inside each worker's part.
+        shuffle: permute shards and mix samples; False keeps the stored order, inside each worker's part, or with
+            ``batch_size`` inside each of the store's lanes, whose batches take turns.
         seed: any integer; chooses the shuffled order together with the epoch.
         drop_last: leave out what the ranks cannot share evenly: with ``batch_size`` a last step that is not full, else
             at most one sample fewer than there are ranks. Without it, at most that many samples are repeated.
@@ -390,7 +391,7 @@ def _refuse_accelerate(options: ReadOptions) -> None:
     if accelerate.PartialState().num_processes > 1:
         raise OptionError(
             Problem(
-                "under Accelerate, both it and ShardDataset would share out the samples, and most would be lost",
+                "under Accelerate, both it and ShardDataset would share out the samples, and each process would get a part of a part",
                 hint="Say who does. With a loader that is not given to prepare(), the faster way: "
                 "ReadOptions(rank=accelerator.process_index, world_size=accelerator.num_processes). "
                 "With a loader that is: ReadOptions(rank=0, world_size=1).",

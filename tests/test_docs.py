@@ -19,6 +19,7 @@ PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 # A misspelt language would be a block that no one runs.
 LANGUAGES = {"python", "console", "bash", "text", "json", "toml"}
 INSTALLS = re.compile(r"\b(pip|venv)\b")
+SCRIPT = re.compile(r"# (\w+\.py)\n")  # the first line of a python block that is a file, for a console block to run
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,20 @@ def run_console(block: Block, place: str) -> None:
 def run_page(page: str, name: str) -> int:
     """Run all blocks of a page in the working directory; how many there were."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    count = 0
+    count, waiting = 0, set[str]()
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{name}:{block.line}: a block of language {block.language!r}"
-        if block.language == "python":
+        if block.language == "python" and (script := SCRIPT.match(block.text)):
+            Path(script[1]).write_text(block.text, encoding="utf-8")
+            waiting.add(script[1])
+        elif block.language == "python":
             # Empty lines before it, so that a traceback shows the page's own line numbers.
             exec(compile("\n" * (block.line - 1) + block.text, name, "exec"), namespace)
         elif block.language == "console":
             run_console(block, f"{name}:{block.line}")
+            waiting -= {word for command, _ in commands(block.text) for word in command.split()}
         count += block.language in ("python", "console")
+    assert not waiting, f"{name}: no console block runs {', '.join(sorted(waiting))}"
     return count
 
 
@@ -127,6 +133,11 @@ def test_the_check_itself_runs_and_compares(scratch: Path) -> None:
     assert (scratch / "new").is_dir()
 
 
+def test_a_block_that_is_a_script_is_run_by_a_console_block(scratch: Path) -> None:
+    page = "```python\n# late.py\nprint(7)\n```\n```console\n$ python late.py\n7\n```\n"
+    assert run_page(page, "page") == 2
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -138,6 +149,8 @@ def test_the_check_itself_runs_and_compares(scratch: Path) -> None:
         "```console\nno command\n```\n",
         "```python\nassert 1 == 2\n```\n",
         "```pyton\nx = 1\n```\n",
+        "```python\n# never.py\nassert 1 == 1\n```\n",
+        "```python\n# wrong.py\nassert 1 == 2\n```\n```console\n$ python wrong.py\n```\n",
         "```console\n$ shardstore convert imgs/ out\nout holds 23 images in 3 classes\n```\n",
     ],
 )
