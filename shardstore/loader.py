@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -101,6 +102,7 @@ class ShardDataset(IterableDataset[Any]):
         self._pass: _Pass | None = None  # that began last in this process
         self._loaded: tuple[int, Position] | None = None  # for the next pass of the process of this number
         self._process_group: tuple[int, int] | None = None
+        self._dispatched = False
         _refuse_accelerate(self._samples.reader.options)
         if shuffle:
             self._warn_if_sorted()
@@ -154,7 +156,8 @@ class ShardDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker knows no process group. Where there is none yet, the other process may join one later.
-        return {**self.__dict__, "_process_group": self._group(), "_pass": None}
+        known = {"_process_group": self._group(), "_dispatched": self._is_dispatched()}
+        return {**self.__dict__, **known, "_pass": None}
 
     def _group(self) -> tuple[int, int] | None:
         if self._samples.reader.options.rank is not None:
@@ -163,6 +166,11 @@ class ShardDataset(IterableDataset[Any]):
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
         return self._process_group
+
+    def _is_dispatched(self) -> bool:
+        """Whether Accelerate may send what is read here to other processes: it broadcasts the memory of tensors,
+        whatever their strides, so that channels_last pictures would arrive scrambled."""
+        return self._dispatched or (self._samples.reader.options.world_size == 1 and _accelerate_processes() > 1)
 
     def __len__(self) -> int:
         """Steps of this rank in an epoch where ``batch_size`` is given, else samples."""
@@ -272,10 +280,13 @@ class ShardDataset(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         if info and not self._samples.reader.options.ring:
             ring.switch_off()
+        contiguous = self._is_dispatched()
         now = self._pass = self._begin(workers)  # not at the first sample: a pass has its epoch when it is asked for
         if self.batch_size is None:
-            return self._iter_samples(now, worker, workers)
-        return self._iter_batches(now, worker, workers, self.batch_size)
+            items = self._iter_samples(now, worker, workers)
+        else:
+            items = self._iter_batches(now, worker, workers, self.batch_size)
+        return map(_contiguous, items) if contiguous else items
 
     def _iter_batches(self, now: _Pass, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
         order, share, begin = self._order(now.begun.epoch), self.share, now.begun.batch
@@ -383,17 +394,28 @@ def _integer(name: str, value: Any) -> int:
         raise OptionError(f"{name} must be an integer; got {value!r}") from error
 
 
+def _accelerate_processes() -> int:
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.PartialState._shared_state:
+        return 1
+    return int(accelerate.PartialState().num_processes)
+
+
 def _refuse_accelerate(options: ReadOptions) -> None:
     """Accelerate's ``prepare`` shares out what a loader gives, which holds only this rank's part already."""
-    accelerate = sys.modules.get("accelerate.state")
-    if options.rank is not None or accelerate is None or not accelerate.PartialState._shared_state:
-        return
-    if accelerate.PartialState().num_processes > 1:
+    if options.rank is None and _accelerate_processes() > 1:
         raise OptionError(
             Problem(
-                "under Accelerate, both it and ShardDataset would share out the samples, and each process would get a part of a part",
+                "under Accelerate, both it and ShardDataset would share out the samples, and each process would get a "
+                "part of a part",
                 hint="Say who does. With a loader that is not given to prepare(), the faster way: "
-                "ReadOptions(rank=accelerator.process_index, world_size=accelerator.num_processes). "
-                "With a loader that is: ReadOptions(rank=0, world_size=1).",
+                "ReadOptions(rank=accelerator.process_index, world_size=accelerator.num_processes). With a loader that "
+                "is: ReadOptions(rank=0, world_size=1), DataLoaderConfiguration(dispatch_batches=False), and a "
+                "DataLoader that makes the batches.",
             )
         )
+
+
+def _contiguous(sample: Any) -> Any:
+    values = (value.contiguous() if isinstance(value, torch.Tensor) else value for value in sample)
+    return type(sample)(*values)
