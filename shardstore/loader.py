@@ -292,16 +292,17 @@ class ShardDataset(IterableDataset[Any]):
         order, share, begin = self._order(now.begun.epoch), self.share, now.begun.batch
         steps = order.step_count(batch_size, share, begin)
 
-        def numbers(t: int) -> Numbers:
-            return order.step(t, batch_size, share, begin)
-
         samples, skipper = self._readers(now.begun.epoch)
+        whole = order.step_count(batch_size, share) if samples.reader.options.on_error == "skip" else 0
+
+        def step(t: int) -> Numbers:
+            first, t = (begin, t) if t < steps else (0, t - steps)
+            return order.step(t, batch_size, share, first)
 
         def read(task: tuple[int, Numbers]) -> Any:
             t, own = task
-            return skipper.batch(numbers, t, steps) if skip else samples.batch(own)
+            return skipper.batch(t, step, steps + whole) if whole else samples.batch(own)
 
-        skip = self._samples.reader.options.on_error == "skip"
         mine = range(worker + now.taken * workers, steps, workers)
         tasks = zip(mine, order.steps(mine, batch_size, share, begin), strict=True)
         for batch in ahead(read, tasks, self.threads) if self.threads else map(read, tasks):
@@ -314,8 +315,11 @@ class ShardDataset(IterableDataset[Any]):
         start, stop = order.consumer_range(worker, workers, self.share)
         pieces = _few(order, start, stop, now.taken)
         samples, skipper = self._readers(now.begun.epoch)
-        skip = samples.reader.options.on_error == "skip"
-        for sample in skipper.stream(pieces) if skip else (s for n in pieces for s in samples.samples(n)):
+        if samples.reader.options.on_error == "skip":
+            stream = skipper.stream(pieces, _few(order, start, stop, 0))
+        else:
+            stream = (s for numbers in pieces for s in samples.samples(numbers))
+        for sample in stream:
             now.taken += 1
             yield sample
 
@@ -363,7 +367,7 @@ class ShardDataset(IterableDataset[Any]):
         except ShardstoreError:
             return  # reading will say it
         evenly = classes * (1 - (1 - 1 / classes) ** m)
-        if seen < evenly / 2:
+        if seen < 0.6 * evenly:
             warnings.warn(
                 f"{self.path} is sorted by class: a batch of {m} sees about {seen:.0f} classes, where mixed samples "
                 f"would show {evenly:.0f}. Convert it with --shuffle for a shuffle as good as any.",

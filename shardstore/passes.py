@@ -102,7 +102,8 @@ class Passes:
                 if cell and _same_loader(cell, started, info.num_workers):
                     if cell // EPOCHS % _MARKS == mark:
                         return int(cell % EPOCHS)
-                    taken[i] = 0  # of an earlier pass of these very workers: they have all left it
+                    if 4 < (self._made - (cell // EPOCHS >> 8)) & 127 < 64:
+                        taken[i] = 0  # of an old pass of these workers: its number will come again
             taken[epoch % _TAKEN_COUNT] = (started * _MARKS + mark) * EPOCHS + epoch
         self._write(cells, epoch)
         return epoch

@@ -16,7 +16,7 @@ from torch.utils.data import _utils, default_collate, get_worker_info
 
 from shardstore import images, ring
 from shardstore.chunks import Numbers, Reader
-from shardstore.errors import ImageError, OptionError, Problem, ShardstoreError, StackError
+from shardstore.errors import ImageError, OptionError, Problem, StackError
 from shardstore.memory import Block, Buffers, Recycled
 from shardstore.order import derive
 from shardstore.schema import Field, Schema
@@ -192,7 +192,8 @@ class SampleReader:
         for field in self.fields:
             self.reader.check(field.name, number)
             if field.kind == "bytes" and field.content == "image":
-                self._decoded(field, self.reader.read(field.name, np.array([number]))[0], number)
+                decode = self._transform if self._ours else self._decoded
+                decode(field, self.reader.read(field.name, np.array([number]))[0], number)
 
     def batch(self, numbers: Numbers) -> Any:
         """The samples of these numbers as one of stacked tensors."""
@@ -260,8 +261,6 @@ class SampleReader:
             if self.view.transforms is None:
                 return values
             result = self.view.transforms(*values)
-        except ShardstoreError:
-            raise
         except Exception as error:
             error.add_note(f"in the transform of sample {number}, key {self.reader.key(number)}")
             raise

@@ -23,15 +23,20 @@ class Skipper:
         self._samples, self._count = samples, count
         self._run = 0
 
-    def batch(self, steps: Callable[[int], Numbers], t: int, step_count: int) -> Any:
+    def batch(self, t: int, step: Callable[[int], Numbers], count: int) -> Any:
         """The batch of step ``t`` without the samples that cannot be read. Where none can, the batch of the next step
-        that has some takes its place (after the last step the first), so that all ranks make as many steps.
+        that has some takes its place, so that all ranks make as many steps.
+
+        Args:
+            t: the step.
+            step: the samples of each of ``count`` steps; after the pass's own, those from the epoch's first on.
+            count: how many of them there are.
 
         Raises:
             DamagedStoreError, ImageError: the run is too long, or no step has a sample that can be read.
         """
-        for u in range(t, t + step_count):
-            numbers = steps(u % step_count)
+        for u in range(t, count):
+            numbers = step(u)
             try:
                 batch = self._samples.batch(numbers)
             except _UNREADABLE as error:
@@ -45,27 +50,31 @@ class Skipper:
                 return self._samples.batch(np.array(good))
         raise last
 
-    def stream(self, pieces: Iterable[Numbers]) -> Iterator[Any]:
+    def stream(self, pieces: Iterable[Numbers], again: Iterable[Numbers]) -> Iterator[Any]:
         """The samples of these numbers, as many as there are numbers: where one cannot be read, the next that can comes
-        twice, at the end the last, so that all ranks get as many.
+        twice, after the last one the first of ``again``, so that all ranks get as many.
 
         Raises:
             DamagedStoreError, ImageError: the run is too long, or no sample can be read.
         """
-        missing, last = 0, None
+        missing = 0
         for sample in (s for numbers in pieces for s in self._tried(numbers)):
             if isinstance(sample, _UNREADABLE):
                 missing, error = missing + 1, sample
                 continue
             for _ in range(missing + 1):
                 yield sample
-            missing, last = 0, sample
-        for _ in range(missing):
-            if last is None:
-                raise error
-            yield last
+            missing = 0
+        if not missing:
+            return
+        self._run = 0  # what follows was counted at its turn
+        for sample in (s for numbers in again for s in self._tried(numbers, report=False)):
+            if not isinstance(sample, _UNREADABLE):
+                yield from (sample for _ in range(missing))
+                return
+        raise error
 
-    def _tried(self, numbers: Numbers) -> Iterator[Any]:
+    def _tried(self, numbers: Numbers, report: bool = True) -> Iterator[Any]:
         """The samples of these numbers, or why they cannot be read."""
         done = 0
         try:
@@ -74,7 +83,7 @@ class Skipper:
                 yield sample
         except _UNREADABLE:
             for number in numbers[done:].tolist():
-                error = self._fault(number)
+                error = self._fault(number, report)
                 yield from [error] if error else self._samples.samples(np.array([number]))
 
     def _fault(self, number: int, report: bool = True) -> DamagedStoreError | ImageError | None:

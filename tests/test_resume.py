@@ -340,13 +340,7 @@ def test_a_worker_that_begins_late_is_of_the_same_pass(store: Path, epochs: list
     assert [keys(loader) for _ in range(2)] == epochs[:2]
 
 
-@pytest.mark.parametrize(
-    "persistent",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="the late one erases the next pass's mark")),
-    ],
-)
+@pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_begins_after_a_pass_was_broken_off_is_of_the_next(
     store: Path, epochs: list[Batches], persistent: bool
 ) -> None:
