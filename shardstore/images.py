@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -35,6 +37,16 @@ _EXACT_MODES = {"I": "int32", "F": "float32", "I;16": "uint16", "I;16L": "uint16
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "EPS", "WMF", "EMF"}  # Pillow knows the names, other programs the pixels
 _SIGNED = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "JPEG2000", "AVIF", "PSD", "QOI")  # signatures of some length
 _LFS = b"version https://git-lfs.github.com/spec"
+_quiet = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _quiet
+    _quiet = threading.Lock()  # another thread may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -93,8 +105,9 @@ def decode(data: bytes) -> Array:
             raise ImageError(_reason(error)) from error
 
 
-def decode_part(data: bytes, rows: int, scale: int = 1) -> Array:
-    """Decode a picture whose bytes are known to be good: at least its first ``rows`` rows, at 1/scale of its size.
+def decode_part(data: bytes, rows: int | None, scale: int = 1) -> Array:
+    """Decode a picture at 1/scale of its size; at least its first ``rows`` rows, which asks for bytes that are known to
+    be a good picture's: what is wrong with them then goes unnoticed. None for all rows, strictly.
 
     A JPEG's decoder stops soon after these rows. Its scaled inverse DCT knows the scales 1, 2, 4 and 8; other formats
     are decoded whole and averaged.
@@ -108,12 +121,12 @@ def decode_part(data: bytes, rows: int, scale: int = 1) -> Array:
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             if space in _JPEG_SPACES:
-                part = early.lowered(data, min(rows + scale, height))
+                part = data if rows is None else early.lowered(data, min(rows + scale, height))
                 height = height if part is data else simplejpeg.decode_jpeg_header(part)[0]
                 least = {"min_height": -(-height // scale), "min_width": -(-width // scale)} if scale > 1 else {}
                 return np.asarray(simplejpeg.decode_jpeg(part, "RGB", strict=part is data, **least))
         except ValueError:
-            pass
+            pass  # what is wrong, or which other way leads to the pixels, decode() knows
     array = decode(data)
     if scale == 1:
         return array
@@ -206,7 +219,7 @@ def _opened(data: bytes) -> PilImage.Image:
     if data.startswith(_LFS):
         raise ImageError("a Git LFS pointer, not the picture itself (fetch it with `git lfs pull`)")
     try:
-        with warnings.catch_warnings():
+        with _quiet, warnings.catch_warnings():  # which is not made for threads
             warnings.simplefilter("ignore")  # broken metadata beside good pixels is no news to a loader
             return Image.open(io.BytesIO(data))
     except Exception as error:

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstore import ring
+from shardstore import mixing, ranks, ring
 from shardstore.chunks import Numbers, Reader, ReadOptions
-from shardstore.errors import OptionError, Problem, ShardstoreError
+from shardstore.errors import OptionError, Problem
 from shardstore.index import Index, load
-from shardstore.order import Order, Share, Tail, derive, lane_count
+from shardstore.order import Order, Share, Tail, derive
 from shardstore.passes import Passes, check_epoch
 from shardstore.pool import ahead
 from shardstore.position import Position
 from shardstore.samples import ImageType, SampleReader, View
 from shardstore.skipping import Skipper
-
-_ORDER_AT_ONCE = 4096  # sample numbers worked out together: a keyed permutation of few costs as much as of many
-_READ_AT_ONCE = 16  # samples whose bytes are read together where the DataLoader makes the batches
-_BATCHES_LOOKED_AT = 4  # by the hint about sorted stores
-_USUAL_BATCH = 64  # where the DataLoader makes the batches, for the hint about sorted stores
 
 
 class ShardDataset(IterableDataset[Any]):
@@ -103,9 +93,9 @@ class ShardDataset(IterableDataset[Any]):
         self._loaded: tuple[int, Position] | None = None  # for the next pass of the process of this number
         self._process_group: tuple[int, int] | None = None
         self._dispatched = False
-        _refuse_accelerate(self._samples.reader.options)
+        ranks.refuse_accelerate(self._options)
         if shuffle:
-            self._warn_if_sorted()
+            mixing.warn_if_sorted(self._index, self._order(0), self.batch_size)
 
     @property
     def path(self) -> str:
@@ -120,6 +110,10 @@ class ShardDataset(IterableDataset[Any]):
     @property
     def _index(self) -> Index:
         return self._samples.reader.index
+
+    @property
+    def _options(self) -> ReadOptions:
+        return self._samples.reader.options
 
     @property
     def epoch(self) -> int:
@@ -147,30 +141,22 @@ class ShardDataset(IterableDataset[Any]):
     @property
     def share(self) -> Share:
         """This process's rank, how many there are, and what becomes of the samples they cannot share evenly."""
-        options = self._samples.reader.options
+        options = self._options
         tail: Tail = "exact" if options.exact else "drop" if self.drop_last else "repeat"
         if options.rank is not None and options.world_size is not None:
             return Share(options.rank, options.world_size, tail)
-        rank, ranks = self._group() or (0, 1)
-        return Share(rank, ranks, tail)
+        return Share(*(self._group() or (0, 1)), tail)
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker knows no process group. Where there is none yet, the other process may join one later.
-        known = {"_process_group": self._group(), "_dispatched": self._is_dispatched()}
+        known = {"_process_group": self._group(), "_dispatched": self._dispatched or ranks.is_dispatched(self._options)}
         return {**self.__dict__, **known, "_pass": None}
 
     def _group(self) -> tuple[int, int] | None:
-        if self._samples.reader.options.rank is not None:
+        if self._options.rank is not None:
             return None
-        _refuse_accelerate(self._samples.reader.options)
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-        return self._process_group
-
-    def _is_dispatched(self) -> bool:
-        """Whether Accelerate may send what is read here to other processes: it broadcasts the memory of tensors,
-        whatever their strides, so that channels_last pictures would arrive scrambled."""
-        return self._dispatched or (self._samples.reader.options.world_size == 1 and _accelerate_processes() > 1)
+        ranks.refuse_accelerate(self._options)
+        return ranks.process_group() or self._process_group
 
     def __len__(self) -> int:
         """Steps of this rank in an epoch where ``batch_size`` is given, else samples."""
@@ -278,22 +264,22 @@ class ShardDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if info and not self._samples.reader.options.ring:
+        if info and not self._options.ring:
             ring.switch_off()
-        contiguous = self._is_dispatched()
+        dispatched = self._dispatched or ranks.is_dispatched(self._options)
         now = self._pass = self._begin(workers)  # not at the first sample: a pass has its epoch when it is asked for
         if self.batch_size is None:
             items = self._iter_samples(now, worker, workers)
         else:
             items = self._iter_batches(now, worker, workers, self.batch_size)
-        return map(_contiguous, items) if contiguous else items
+        return map(ranks.contiguous, items) if dispatched else items
 
     def _iter_batches(self, now: _Pass, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
         order, share, begin = self._order(now.begun.epoch), self.share, now.begun.batch
         steps = order.step_count(batch_size, share, begin)
 
         samples, skipper = self._readers(now.begun.epoch)
-        whole = order.step_count(batch_size, share) if samples.reader.options.on_error == "skip" else 0
+        whole = order.step_count(batch_size, share) if self._options.on_error == "skip" else 0
 
         def step(t: int) -> Numbers:
             first, t = (begin, t) if t < steps else (0, t - steps)
@@ -313,10 +299,10 @@ class ShardDataset(IterableDataset[Any]):
     def _iter_samples(self, now: _Pass, worker: int, workers: int) -> Iterator[Any]:
         order = self._order(now.begun.epoch)
         start, stop = order.consumer_range(worker, workers, self.share)
-        pieces = _few(order, start, stop, now.taken)
+        pieces = mixing.few(order, start, stop, now.taken)
         samples, skipper = self._readers(now.begun.epoch)
-        if samples.reader.options.on_error == "skip":
-            stream = skipper.stream(pieces, _few(order, start, stop, 0))
+        if self._options.on_error == "skip":
+            stream = skipper.stream(pieces, mixing.few(order, start, stop, 0))
         else:
             stream = (s for numbers in pieces for s in samples.samples(numbers))
         for sample in stream:
@@ -334,45 +320,7 @@ class ShardDataset(IterableDataset[Any]):
         return Order(schema.samples, schema.shard_samples, key, epoch, *self._mixing())
 
     def _mixing(self) -> tuple[int, int]:
-        """Window and block of the order: no bounds where each sample can be read alone, else the samples of a chunk,
-        and as many of them as ``window_bytes`` holds, of all windows that a worker may have under way at once."""
-        schema, blocks, budget = self._index.schema, [], self._samples.reader.options.window_bytes
-        windows = 1 if self.batch_size is None else lane_count(schema.shards)
-        for field in self._samples.fields:
-            array = schema.array(field.name if field.kind == "array" else f"{field.name}.data")[1]
-            if array.codec != "none":
-                samples = max(1, schema.samples // len(self._index.table(array.name)))
-                blocks.append((samples, array.chunk_items * array.item_bytes))
-        if not blocks:
-            return 0, 1
-        samples, nbytes = max(blocks)
-        block = max(n for n in range(1, samples + 1) if schema.shard_samples % n == 0)
-        return block * max(1, budget // windows // nbytes), block
-
-    def _warn_if_sorted(self) -> None:
-        """Say so where batches see few classes because the store lies sorted by class."""
-        schema, reader = self._index.schema, Reader(self._index)  # of its own: workers shall inherit nothing
-        classes, m = len(schema.classes or ()), self.batch_size or _USUAL_BATCH
-        if "label" not in schema.array_names or classes < 2 or schema.options.get("shuffle") or schema.samples < 2 * m:
-            return
-        order, count = self._order(0), schema.samples // m
-        if self.batch_size is None:
-            batches = [next(_few(order, 0, schema.samples, 0, m))]
-        else:
-            batches = [
-                order.batch(q, m) for q in np.linspace(0, count - 1, min(count, _BATCHES_LOOKED_AT), dtype=int).tolist()
-            ]
-        try:
-            seen = float(np.mean([len(np.unique(reader.read("label", numbers))) for numbers in batches]))
-        except ShardstoreError:
-            return  # reading will say it
-        evenly = classes * (1 - (1 - 1 / classes) ** m)
-        if seen < 0.6 * evenly:
-            warnings.warn(
-                f"{self.path} is sorted by class: a batch of {m} sees about {seen:.0f} classes, where mixed samples "
-                f"would show {evenly:.0f}. Convert it with --shuffle for a shuffle as good as any.",
-                stacklevel=3,
-            )
+        return mixing.window_and_block(self._samples.reader, self._samples.fields, self.batch_size)
 
 
 @dataclass
@@ -383,43 +331,8 @@ class _Pass:
     taken: int
 
 
-def _few(order: Order, start: int, stop: int, taken: int, at_once: int = _READ_AT_ONCE) -> Iterator[Numbers]:
-    """The samples of a run of positions, after those taken, some at a time."""
-    for first in range(taken, stop - start, _ORDER_AT_ONCE):
-        numbers = order.mixed(np.arange(first, min(first + _ORDER_AT_ONCE, stop - start)), start, stop)
-        for i in range(0, len(numbers), at_once):
-            yield numbers[i : i + at_once]
-
-
 def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
         raise OptionError(f"{name} must be an integer; got {value!r}") from error
-
-
-def _accelerate_processes() -> int:
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is None or not accelerate.PartialState._shared_state:
-        return 1
-    return int(accelerate.PartialState().num_processes)
-
-
-def _refuse_accelerate(options: ReadOptions) -> None:
-    """Accelerate's ``prepare`` shares out what a loader gives, which holds only this rank's part already."""
-    if options.rank is None and _accelerate_processes() > 1:
-        raise OptionError(
-            Problem(
-                "under Accelerate, both it and ShardDataset would share out the samples, and each process would get a "
-                "part of a part",
-                hint="Say who does. With a loader that is not given to prepare(), the faster way: "
-                "ReadOptions(rank=accelerator.process_index, world_size=accelerator.num_processes). With a loader that "
-                "is: ReadOptions(rank=0, world_size=1), DataLoaderConfiguration(dispatch_batches=False), and a "
-                "DataLoader that makes the batches.",
-            )
-        )
-
-
-def _contiguous(sample: Any) -> Any:
-    values = (value.contiguous() if isinstance(value, torch.Tensor) else value for value in sample)
-    return type(sample)(*values)

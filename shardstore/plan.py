@@ -120,6 +120,9 @@ def _content_options(source: Source, options: ConvertOptions, pixels: bool) -> d
         content |= {"size": list(options.height_width), "fit": options.fit}
     if options.shuffle:
         content |= {"shuffle": True, "seed": options.seed}
+    content.pop("check", None)
+    if options.check == "header" and not pixels:
+        content["check"] = "header"  # what reads such a store must not take its pictures for good ones
     return content | {"codec": options.codec, "store": "pixels" if pixels else "encoded"}
 
 

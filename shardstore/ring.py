@@ -6,8 +6,9 @@ DataLoader's queue is a few numbers; unpickling them in the trainer maps the fil
 makes tensors of the slot. When the last of these dies, the trainer notes so in the file, and the worker may use the
 slot again. With no slot free, a batch gets memory of its own and travels torch's way.
 
-The file has no name that could be left behind. It starts with two counts for each slot: how often it was sent (written
-by the worker alone) and returned (by the trainer alone).
+The file has no name that could be left behind. It starts with two numbers for each slot: of the last time it was sent
+(written by the worker alone) and of the last that was returned (by the trainer alone). Nobody needs a lock, which a
+finaliser must not take: between the two, a slot belongs to one batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,14 +29,23 @@ _LIMIT = 1 << 28  # bytes of a ring: batches of which not even three fit travel 
 _PAGE = mmap.PAGESIZE
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies: what travels in its stead."""
+class _Slot(NamedTuple):
+    """What travels of a slot."""
 
     token: int  # of the file: process numbers come again
     pid: int
     fd: int
     nbytes: int  # of the file
     slot: int
+    turn: int
+    first: int  # where the slot begins
+    slot_bytes: int
+
+
+class _Place(NamedTuple):
+    """What travels in a tensor's stead: where in its slot it lies."""
+
+    slot: _Slot
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,11 +71,25 @@ class Ring:
             wanted = block.wanted if not largest else block.wanted * 5 // 4
             self._files.append(_Slots(-(-wanted // _PAGE) * _PAGE))
 
-    def place(self, tensor: torch.Tensor) -> _Place | None:
-        """Where this tensor lies in a slot, which is then counted as sent; None if it lies elsewhere."""
+    def places(self, values: Sequence[Any]) -> list[Any]:
+        """Where each of the values lies that is a tensor in a slot; of others the values themselves."""
+        sent: dict[int, _Slot | None] = {}
+        return [self._place(value, sent) or value for value in values]
+
+    def _place(self, value: Any, sent: dict[int, _Slot | None]) -> _Place | None:
+        if type(value) is not torch.Tensor or not value.numel():
+            return None
+        address = value.data_ptr()
         for slots in self._files:
-            if slots.first <= tensor.data_ptr() < slots.first + slots.nbytes:
-                return slots.place(tensor)
+            if slots.first <= address < slots.first + slots.nbytes:
+                number = slots.number(address)
+                key = slots.first + number
+                if key not in sent:
+                    sent[key] = slots.send(number)
+                slot = sent[key]
+                if slot is not None:
+                    offset = address - slots.first - slot.first
+                    return _Place(slot, offset, value.dtype, tuple(value.shape), tuple(value.stride()))
         return None
 
 
@@ -97,12 +122,16 @@ class _Slots:
 
         return back
 
-    def place(self, tensor: torch.Tensor) -> _Place:
-        offset = tensor.data_ptr() - self.first
-        slot = (offset - _PAGE) // self.slot_bytes
-        self._sent[slot] += 1
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return _Place(self.token, os.getpid(), self.fd, self.nbytes, slot, offset, tensor.dtype, shape, strides)
+    def number(self, address: int) -> int:
+        return (address - self.first - _PAGE) // self.slot_bytes
+
+    def send(self, slot: int) -> _Slot | None:
+        """Note that a slot is sent; None if it already is on its way, pickled for a second time."""
+        if self._sent[slot] != self._returned[slot]:
+            return None
+        turn = self._sent[slot] = int(self._sent[slot]) + 1
+        first = _PAGE + slot * self.slot_bytes
+        return _Slot(self.token, os.getpid(), self.fd, self.nbytes, slot, turn, first, self.slot_bytes)
 
 
 def _counts(memory: mmap.mmap) -> tuple[Array, Array]:
@@ -113,32 +142,38 @@ def _counts(memory: mmap.mmap) -> tuple[Array, Array]:
 class _Mapped:
     """A worker's file, mapped in the trainer."""
 
-    def __init__(self, place: _Place) -> None:
-        self.pid = place.pid
-        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, slot: _Slot) -> None:
+        self.pid = slot.pid
+        fd = os.open(f"/proc/{slot.pid}/fd/{slot.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(fd, place.nbytes)
+            self._memory = mmap.mmap(fd, slot.nbytes)
         finally:
             os.close(fd)
-        self._returned = _counts(self._memory)[1]
-        self._lock, self._trainer = threading.Lock(), os.getpid()
+        self._returned, self._trainer = _counts(self._memory)[1], os.getpid()
 
-    def tensor(self, place: _Place) -> torch.Tensor:
-        item = place.dtype.itemsize
-        nbytes = item * (1 + sum((n - 1) * s for n, s in zip(place.shape, place.strides, strict=True)))
-        part = lease(self._memory, place.offset, nbytes, lambda: self._back(place.slot))
-        return torch.frombuffer(part, dtype=place.dtype).as_strided(place.shape, place.strides)
+    def lease(self, slot: _Slot) -> Any:
+        """The memory of a slot, returned to the worker when its last tensor dies."""
+        return lease(self._memory, slot.first, slot.slot_bytes, lambda: self._back(slot))
 
-    def _back(self, slot: int) -> None:
+    def _back(self, slot: _Slot) -> None:
         if os.getpid() == self._trainer:  # a forked process has copies of tensors, not of their slots
-            with self._lock:
-                self._returned[slot] += 1
+            self._returned[slot.slot] = slot.turn
 
 
 _on = True  # see switch_off
 _ring: tuple[int, Ring] | None = None  # of this worker: what is pickled must be found by its address alone
 _mapped: dict[int, _Mapped] = {}  # of this process, by the files' tokens
 _mapping = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _mapping
+    _mapping = threading.Lock()  # another thread may have held it
+    _mapped.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def of_this_worker() -> Ring:
@@ -155,21 +190,29 @@ def switch_off() -> None:
     _on = False
 
 
-def place_of(value: Any) -> Any:
-    """What travels to the trainer in place of a tensor that lies in this worker's ring; any other value itself."""
-    if _ring is None or _ring[0] != os.getpid() or type(value) is not torch.Tensor or not value.numel():
-        return value
-    return _ring[1].place(value) or value
+def leave(values: Sequence[Any]) -> list[Any]:
+    """What travels to the trainer: of tensors that lie in this worker's ring their places, all other values."""
+    if _ring is None or _ring[0] != os.getpid():
+        return list(values)
+    return _ring[1].places(values)
 
 
-def value_at(place: Any) -> Any:
-    """The tensor at a place, or the value that travelled itself."""
-    if not isinstance(place, _Place):
-        return place
+def arrive(values: Sequence[Any]) -> list[Any]:
+    """The values that left, in the trainer."""
+    slots = {value.slot: _mapped_file(value.slot).lease(value.slot) for value in values if isinstance(value, _Place)}
+    return [_tensor(value, slots[value.slot]) if isinstance(value, _Place) else value for value in values]
+
+
+def _tensor(place: _Place, memory: Any) -> torch.Tensor:
+    count = 1 + sum((n - 1) * s for n, s in zip(place.shape, place.strides, strict=True))
+    flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)
+    return flat.as_strided(place.shape, place.strides)
+
+
+def _mapped_file(slot: _Slot) -> _Mapped:
     with _mapping:
-        if place.token not in _mapped:
+        if slot.token not in _mapped:
             for token in [t for t, m in _mapped.items() if not os.path.exists(f"/proc/{m.pid}")]:
                 del _mapped[token]  # its worker has ended; what the user keeps of it, he keeps
-            _mapped[place.token] = _Mapped(place)
-        mapped = _mapped[place.token]
-    return mapped.tensor(place)
+            _mapped[slot.token] = _Mapped(slot)
+        return _mapped[slot.token]

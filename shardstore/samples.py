@@ -58,11 +58,11 @@ def _rebuild(fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 
 
 def _leave(sample: Any) -> tuple[Any, ...]:
-    return _arrive, (sample._fields, tuple(ring.place_of(value) for value in sample))
+    return _arrive, (sample._fields, ring.leave(sample))
 
 
-def _arrive(fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    return sample_type(fields)(*(ring.value_at(value) for value in values))
+def _arrive(fields: tuple[str, ...], values: Sequence[Any]) -> Any:
+    return sample_type(fields)(*ring.arrive(values))
 
 
 def collate(batch: Sequence[Any], buffers: Buffers | None = None) -> Any:
@@ -168,6 +168,7 @@ class SampleReader:
         self._recycled = Recycled()
         self._key: int | None = None
         self._plain = view.transform is None and view.transforms is None
+        self._checked = reader.index.schema.options.get("check") != "header"
         self._ours = isinstance(view.transform, Transform)
         self._image_type = view.image_type or ("tensor" if self._plain else "pil")
 
@@ -280,7 +281,7 @@ class SampleReader:
         if field.kind != "bytes":
             return transform.apply(torch.from_numpy(value).permute(2, 0, 1), Random(key))
         try:
-            return transform.decode(value, Random(key))
+            return transform.decode(value, Random(key), self._checked)
         except ImageError as error:
             raise ImageError(self._place(error.problem, field, number)) from error
 

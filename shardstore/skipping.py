@@ -13,7 +13,7 @@ from shardstore.errors import DamagedStoreError, ImageError, Problem
 from shardstore.samples import SampleReader
 
 _UNREADABLE = (DamagedStoreError, ImageError)
-LIMIT = 1000  # failures in a row that one worker bears: some shards' worth; more is no damage but a missing disk
+LIMIT = 10_000  # failures in a row that a worker bears: some shards of photos; more is no damage but a missing disk
 
 
 class Skipper:

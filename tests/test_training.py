@@ -7,14 +7,13 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -277,14 +276,17 @@ def test_accumulated_gradients_are_those_of_more_ranks(store: Path, tmp_path: Pa
 # -- Accelerate -------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where ranks meet: a store in this process, as torchrun gives them, so that nobody else can take the port."""
+    meeting = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield meeting.port
+    del meeting
 
 
 def join_accelerate(rank: int, ranks: int, port: int, **options: Any) -> Any:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in variables.items() if ranks > 1})
     os.environ["OMP_NUM_THREADS"] = "1"
     import accelerate
@@ -314,8 +316,8 @@ def meet_refusals(rank: int, ranks: int, folder: Path, store: Path, port: int) -
         assert all(way in str(refused.value) for way in WAYS)
 
 
-def test_accelerate_without_a_word_on_who_shares_is_refused(store: Path, tmp_path: Path) -> None:
-    launch(meet_refusals, 2, tmp_path, store, free_port())
+def test_accelerate_without_a_word_on_who_shares_is_refused(store: Path, tmp_path: Path, port: int) -> None:
+    launch(meet_refusals, 2, tmp_path, store, port)
 
 
 def train_accelerated(
@@ -366,9 +368,9 @@ def check_accelerated(folder: Path, ranks: int, repeats: int) -> list[list[Batch
 
 @pytest.mark.parametrize(("workers", "batch_size"), [(0, BATCH), (2, BATCH), (2, None)])
 def test_accelerate_with_a_loader_that_is_not_prepared(
-    store: Path, tmp_path: Path, workers: int, batch_size: int | None
+    store: Path, tmp_path: Path, port: int, workers: int, batch_size: int | None
 ) -> None:
-    launch(train_accelerated, 2, tmp_path, store, free_port(), workers, batch_size, True)
+    launch(train_accelerated, 2, tmp_path, store, port, workers, batch_size, True)
     epochs = check_accelerated(tmp_path, 2, repeats=1)
     if batch_size:
         assert [len(part) for part in epochs[0]] == [-(-SAMPLES // (2 * BATCH))] * 2
@@ -386,23 +388,23 @@ def test_accelerate_with_a_loader_that_is_not_prepared(
     ],
 )
 def test_accelerate_with_a_loader_that_is_prepared(
-    store: Path, tmp_path: Path, workers: int, batch_size: int | None, options: dict[str, Any],
+    store: Path, tmp_path: Path, port: int, workers: int, batch_size: int | None, options: dict[str, Any],
     repeats: int,
 ) -> None:  # fmt: skip
-    launch(train_accelerated, 2, tmp_path, store, free_port(), workers, batch_size, False, **options)
+    launch(train_accelerated, 2, tmp_path, store, port, workers, batch_size, False, **options)
     check_accelerated(tmp_path, 2, repeats)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_goes_on_with_a_prepared_loader_that_is_told_the_epoch(
-    store: Path, tmp_path: Path, ranks: int
+    store: Path, tmp_path: Path, port: int, ranks: int
 ) -> None:
     begin = 6
     data = ShardDataset(store, batch_size=BATCH, shuffle=True)
     saved = data.state_at(begin, epoch=1)
     data.set_epoch(1)
     left = [[str(label) for label in batch.label.tolist()] for batch in DataLoader(data, batch_size=None)][begin:]
-    launch(train_accelerated, ranks, tmp_path, store, free_port(), 2, BATCH, False, saved)
+    launch(train_accelerated, ranks, tmp_path, store, port, 2, BATCH, False, saved)
     parts = epoch_of(logged(tmp_path, ranks), 1)
     full = (SAMPLES - begin * BATCH) // (ranks * BATCH)
     assert [part[step] for step in range(full) for part in parts] == left[: full * ranks]
@@ -455,9 +457,9 @@ def compare_dispatched(
     ],
 )
 def test_accelerate_dispatches_the_pictures_of_the_store(
-    store: Path, tmp_path: Path, contiguous: bool, batch_size: int | None
+    store: Path, tmp_path: Path, port: int, contiguous: bool, batch_size: int | None
 ) -> None:
-    launch(compare_dispatched, 2, tmp_path, store, free_port(), batch_size, contiguous)
+    launch(compare_dispatched, 2, tmp_path, store, port, batch_size, contiguous)
     counts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert counts == [[(SAMPLES + 1) // 2, 0]] * 2
 
@@ -492,6 +494,14 @@ LIGHTNING = """
             with (folder / f"{self.global_rank}.jsonl").open("a") as log:
                 log.write(json.dumps([self.current_epoch, step, batch.key]) + "\\n")
             return nn.functional.cross_entropy(self.layer(batch.image.flatten(1) / 255), batch.label)
+
+        def on_save_checkpoint(self, checkpoint):
+            if not settings.get("stateful"):
+                checkpoint["order"] = data.state_at(self.trainer.fit_loop.batch_idx + 1)
+
+        def on_load_checkpoint(self, checkpoint):
+            if not settings.get("stateful"):
+                data.load_state_dict(checkpoint["order"])
 
         def on_train_batch_end(self, outputs, batch, step):
             if [self.current_epoch, step] == settings.get("save_at"):
@@ -544,23 +554,25 @@ def check_fit(ranks: list[list[tuple[int, int, list[str]]]], alone: list[Batches
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize(("devices", "strategy", "workers"), [(1, "auto", 2), (2, "ddp", 2)])
-def test_lightning_trains_on_each_sample_once(
-    store: Path, alone: list[Batches], tmp_path: Path, devices: int, strategy: str, workers: int
-) -> None:
-    fit(tmp_path, store, devices=devices, strategy=strategy, workers=workers)
-    check_fit(logged(tmp_path, devices), alone)
-
-
-@pytest.mark.parametrize(("devices", "strategy", "workers"), [(1, "auto", 2), (2, "ddp", 0)])
-def test_lightning_goes_on_within_an_epoch_with_a_stateful_loader(
-    store: Path, alone: list[Batches], tmp_path: Path, devices: int, strategy: str, workers: int
-) -> None:
-    settings: dict[str, Any] = {"devices": devices, "strategy": strategy, "workers": workers, "stateful": True}
-    fit(tmp_path, store, save_at=[1, 5], **settings)
+@pytest.mark.parametrize(
+    ("devices", "workers", "others", "place", "stateful"),
+    [
+        (1, 2, 3, (0, 24), False),  # an epoch's last step
+        (2, 2, 0, (1, 5), False),
+        (2, 1, 1, (1, 5), True),
+    ],
+)
+def test_lightning_trains_on_each_sample_once_and_goes_on(
+    store: Path, alone: list[Batches], tmp_path: Path, devices: int, workers: int, others: int, place: tuple[int, int],
+    stateful: bool,
+) -> None:  # fmt: skip
+    settings = {"devices": devices, "strategy": "ddp" if devices > 1 else "auto", "stateful": stateful}
+    fit(tmp_path, store, save_at=place, workers=workers, **settings)
     before = logged(tmp_path, devices)
     check_fit(before, alone)
     for rank in range(devices):
         (tmp_path / f"{rank}.jsonl").unlink()
-    fit(tmp_path, store, load=str(tmp_path / "saved.ckpt"), **settings)
-    assert logged(tmp_path, devices) == [[step for step in part if step[:2] > (1, 5)] for part in before]
+    fit(tmp_path, store, load=str(tmp_path / "saved.ckpt"), workers=others, **settings)
+    left = [[step for step in part if step[:2] > place] for part in before]
+    assert logged(tmp_path, devices) == left
+    assert all(left)
