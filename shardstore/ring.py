@@ -199,7 +199,7 @@ def leave(values: Sequence[Any]) -> list[Any]:
 
 def arrive(values: Sequence[Any]) -> list[Any]:
     """The values that left, in the trainer."""
-    slots = {value.slot: _mapped_file(value.slot).lease(value.slot) for value in values if isinstance(value, _Place)}
+    slots = {slot: _mapped_file(slot).lease(slot) for slot in {v.slot for v in values if isinstance(v, _Place)}}
     return [_tensor(value, slots[value.slot]) if isinstance(value, _Place) else value for value in values]
 
 
