@@ -89,7 +89,9 @@ class Files:
     @contextmanager
     def _use(self, path: str) -> Iterator[int]:
         if self._pid != os.getpid():
-            self._forget()
+            with _forgetting:
+                if self._pid != os.getpid():
+                    self._forget()
         with self._lock:
             fd = self._descriptor(path)
             self._users[fd] = self._users.get(fd, 0) + 1
@@ -145,6 +147,7 @@ def _seek_and_read(fd: int, view: memoryview, offset: int) -> int:
         return _copy(os.read(fd, len(view)), view)
 
 
+_forgetting = threading.Lock()  # the descriptors of another process, by one thread of a forked one
 _seeking = threading.Lock()
 # macOS before 11 has no preadv, Windows neither.
 read_at = _preadv if hasattr(os, "preadv") else _pread if hasattr(os, "pread") else _seek_and_read

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstore import mixing, ranks, ring
+from shardstore import mixing, ranks
 from shardstore.chunks import Numbers, Reader, ReadOptions
 from shardstore.errors import OptionError, Problem
 from shardstore.index import Index, load
@@ -264,8 +264,6 @@ class ShardDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if info and not self._options.ring:
-            ring.switch_off()
         dispatched = self._dispatched or ranks.is_dispatched(self._options)
         now = self._pass = self._begin(workers)  # not at the first sample: a pass has its epoch when it is asked for
         if self.batch_size is None:

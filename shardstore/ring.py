@@ -109,7 +109,10 @@ class _Slots:
 
     def block(self) -> Block:
         with self._lock:
-            free = np.flatnonzero((self._sent == self._returned)[: len(self._filling)] & ~np.array(self._filling))
+            filled = ~np.array(
+                self._filling
+            )  # before the numbers: a slot is sent while it still counts as being filled
+            free = np.flatnonzero(filled & (self._sent == self._returned)[: len(filled)])
             if not len(free):
                 return Block()
             slot = int(free[0])

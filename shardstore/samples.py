@@ -183,6 +183,7 @@ class SampleReader:
 
     def samples(self, numbers: Numbers) -> Iterator[Any]:
         """The samples of these numbers: bytes are read together, pictures decoded one by one."""
+        self._settle_ring()
         columns = [self.reader.read(field.name, numbers) for field in self.fields]
         for i, number in enumerate(numbers.tolist()):
             values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
@@ -198,6 +199,7 @@ class SampleReader:
 
     def batch(self, numbers: Numbers) -> Any:
         """The samples of these numbers as one of stacked tensors."""
+        self._settle_ring()
         buffers: Buffers = ring.of_this_worker() if get_worker_info() else self._recycled
         if not self._plain:
             return collate(list(self.samples(numbers)), buffers)
@@ -205,6 +207,10 @@ class SampleReader:
         batch = self.type(*(self._column(field, numbers, block) for field in self.fields))
         buffers.learn(block)
         return batch
+
+    def _settle_ring(self) -> None:
+        if not self.reader.options.ring and get_worker_info():
+            ring.switch_off()
 
     def _column(self, field: Field, numbers: Numbers, block: Block) -> Any:
         if field.kind == "array":

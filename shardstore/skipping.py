@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ class Skipper:
 
     def __init__(self, samples: SampleReader, count: Callable[[int], None]) -> None:
         self._samples, self._count = samples, count
-        self._run = 0
+        self._run, self._lock = 0, threading.Lock()
 
     def batch(self, t: int, step: Callable[[int], Numbers], count: int) -> Any:
         """The batch of step ``t`` without the samples that cannot be read. Where none can, the batch of the next step
@@ -102,6 +103,7 @@ class Skipper:
         return None
 
     def _report(self, problem: Problem, number: int) -> None:
-        self._count(1)
+        with self._lock:
+            self._count(1)
         key = self._samples.reader.key(number)
         warnings.warn(f"left out sample {number}{f', key {key}' if key else ''}: {problem}", stacklevel=2)

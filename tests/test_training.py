@@ -84,14 +84,16 @@ def launch(
     for process in processes:
         process.join(max(end - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    for process, code in zip(processes, codes, strict=True):
+        if code is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)  # with its workers
         process.join()
     errors = "\n".join(path.read_text() for path in sorted(folder.glob("*.error")))
     assert codes == [-signal.SIGKILL if killed else 0] * ranks, f"exit codes (None: it did not end): {codes}\n{errors}"
 
 
 def run(function: Callable[..., None], rank: int, ranks: int, folder: Path, *arguments: Any, **options: Any) -> None:
+    os.setsid()
     torch.set_num_threads(1)
     try:
         function(rank, ranks, folder, *arguments, **options)
@@ -104,6 +106,15 @@ def join_group(rank: int, ranks: int, folder: Path) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=WAIT / 2)
     )
+
+
+def settle() -> None:
+    """Wait, before workers are forked, until gloo's threads have let go of the tensors of the last collective.
+
+    They take the GIL for that, and the lock of CPython's thread states before it, which nobody would release in a
+    worker that is forked meanwhile: it hangs before it gets to any code (CPython 3.11, torch 2.14).
+    """
+    time.sleep(0.3)
 
 
 def plain_loader(data: ShardDataset, workers: int, context: Any = "fork") -> DataLoader[Any]:
@@ -164,6 +175,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(data.epoch, EPOCHS):
         expected, count = len(data) if data.first_step == 0 else None, 0
+        settle()
         for step, batch in enumerate(loader, data.first_step):
             assert batch.image.shape == (len(batch.key), 3, 8, 8)
             loss = nn.functional.cross_entropy(model(batch.image.flatten(1) / 255), batch.label)
@@ -346,6 +358,7 @@ def train_accelerated(
             loader.set_epoch(data.epoch)  # type: ignore[attr-defined]
     log = Log(folder, rank)
     for epoch in range(data.epoch, EPOCHS):
+        settle()
         for step, (images, labels) in enumerate(loader):
             accelerator.backward(nn.functional.cross_entropy(model(images.flatten(1) / 255), labels))
             optimizer.step()
@@ -467,7 +480,7 @@ def test_accelerate_dispatches_the_pictures_of_the_store(
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 LIGHTNING = """
-    import json, sys
+    import json, sys, time
     from pathlib import Path
 
     import lightning.pytorch as lightning
@@ -496,11 +509,11 @@ LIGHTNING = """
             return nn.functional.cross_entropy(self.layer(batch.image.flatten(1) / 255), batch.label)
 
         def on_save_checkpoint(self, checkpoint):
-            if not settings.get("stateful"):
+            if not settings["stateful"]:
                 checkpoint["order"] = data.state_at(self.trainer.fit_loop.batch_idx + 1)
 
         def on_load_checkpoint(self, checkpoint):
-            if not settings.get("stateful"):
+            if not settings["stateful"]:
                 data.load_state_dict(checkpoint["order"])
 
         def on_train_batch_end(self, outputs, batch, step):
@@ -509,16 +522,18 @@ LIGHTNING = """
 
 
     if __name__ == "__main__":
-        data = ShardDataset(
-            store, fields=["image", "label", "key"], batch_size=4, shuffle=True
-        )
-        loader = (StatefulDataLoader if settings.get("stateful") else DataLoader)(
-            data, batch_size=None, num_workers=settings["workers"]
-        )
+        data = ShardDataset(store, fields=["image", "label", "key"], batch_size=4, shuffle=True)
+
+        class Loader(StatefulDataLoader if settings["stateful"] else DataLoader):
+            def __iter__(self):
+                time.sleep(0.3)  # see settle()
+                return super().__iter__()
+
+        loader = Loader(data, batch_size=None, num_workers=settings["workers"])
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=settings["devices"],
-            strategy=settings.get("strategy", "auto"),
+            strategy=settings["strategy"],
             max_epochs=2,
             logger=False,
             enable_progress_bar=False,
@@ -535,11 +550,17 @@ def fit(folder: Path, store: Path, **settings: Any) -> None:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, str(script), str(store), str(folder), json.dumps(settings)],
-        capture_output=True, text=True, timeout=WAIT, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+        stderr=subprocess.PIPE, text=True, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            _, errors = process.communicate(timeout=WAIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the other ranks and all workers
+            raise
+    assert process.returncode == 0, errors
 
 
 def check_fit(ranks: list[list[tuple[int, int, list[str]]]], alone: list[Batches]) -> None:
