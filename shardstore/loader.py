@@ -176,7 +176,8 @@ class ShardDataset(IterableDataset[Any]):
     def state_at(self, step: int, epoch: int | None = None) -> dict[str, Any]:
         """The state after so many steps, for ``load_state_dict`` with any number of ranks and workers.
 
-        Call it in the training process, in whole-batch use (``batch_size`` given), on one rank or all.
+        Call it in the training process, in whole-batch use (``batch_size`` given), on one rank or all; with torchdata's
+        StatefulDataLoader, ask that for its own state instead.
 
         Args:
             step: steps done since the epoch's start; after ``load_state_dict``, counted on from ``first_step``.
@@ -255,8 +256,7 @@ class ShardDataset(IterableDataset[Any]):
             loaded.check_same_share(workers, self.share.ranks)
             self._passes.begin_at(loaded.epoch)
         else:
-            epoch = self._passes.begin()
-            loaded = self._position(epoch, self._passes.first_batch(epoch))
+            loaded = self._position(*self._passes.begin())
         return _Pass(replace(loaded, workers=workers, ranks=self.share.ranks), loaded.taken)
 
     # -- a pass -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ _MARKS, _STARTS = 1 << 15, 1 << 20
 _NEXT, _CURRENT, _LOADED_EPOCH, _LOADED_BATCH = range(4)
 _TAKEN = 4  # from here: the latest passes and their epochs
 _TAKEN_COUNT = 8
-_SKIPPED = _TAKEN + _TAKEN_COUNT  # from here: samples that each worker left out
+_BEGUN = _TAKEN + _TAKEN_COUNT  # from here: the batches that they began at
+_SKIPPED = _BEGUN + _TAKEN_COUNT  # from here: samples that each worker left out
 _SKIPPED_COUNT = 256
 
 Cells = np.ndarray[Any, np.dtype[np.int64]]
@@ -89,24 +90,38 @@ class Passes:
             cells[_LOADED_EPOCH], cells[_LOADED_BATCH] = epoch, batch or 0
         cells[_CURRENT] = cells[_NEXT] = epoch
 
-    def begin(self) -> int:
-        """Begin a pass of this process. Returns its epoch."""
+    def begin(self) -> tuple[int, int]:
+        """Begin a pass of this process. Returns its epoch, and the batch that it begins at."""
         self._made += 1
         cells, info = self._cells(), get_worker_info()
         epoch = int(cells[_NEXT])  # before the marks: another worker writes them first
+        first = self.first_batch(epoch)
         if info is not None:
             started = (multiprocessing.current_process()._identity[-1] - info.id) % _STARTS
-            mark = (self._made & 127) << 8 | info.num_workers & 255
-            taken = cells[_TAKEN:_SKIPPED]
-            for i, cell in enumerate(taken.tolist()):
-                if cell and _same_loader(cell, started, info.num_workers):
-                    if cell // EPOCHS % _MARKS == mark:
-                        return int(cell % EPOCHS)
-                    if 4 < (self._made - (cell // EPOCHS >> 8)) & 127 < 64:
-                        taken[i] = 0  # of an old pass of these workers: its number will come again
-            taken[epoch % _TAKEN_COUNT] = (started * _MARKS + mark) * EPOCHS + epoch
+            found = self._find(cells, started, info.num_workers)
+            if found is not None:
+                return found
+            mark = started * _MARKS + ((self._made & 127) << 8 | info.num_workers & 255)
+            cells[_BEGUN + epoch % _TAKEN_COUNT] = first
+            cells[_TAKEN + epoch % _TAKEN_COUNT] = mark * EPOCHS + epoch
         self._write(cells, epoch)
-        return epoch
+        return epoch, first
+
+    def _find(self, cells: Cells, started: int, workers: int) -> tuple[int, int] | None:
+        """What another worker of this pass has noted; None for the first one."""
+        found = None
+        for i, cell in enumerate(cells[_TAKEN:_BEGUN].tolist()):
+            if not cell or not _same_loader(cell, started, workers):
+                continue
+            older = (self._made - (cell // EPOCHS >> 8)) & 127
+            noted = int(cell % EPOCHS), int(cells[_BEGUN + i])
+            if older == 0:
+                return noted
+            if older >= 64:  # a later one has begun: this pass was broken off, and nobody waits for what it gives
+                found = noted
+            elif older > 4:
+                cells[_TAKEN + i] = 0  # of an old pass of these workers: its number will come again
+        return found
 
     def begin_at(self, epoch: int) -> None:
         """Begin a pass of this process, of a known epoch."""

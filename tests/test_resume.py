@@ -349,6 +349,28 @@ def test_a_worker_that_begins_after_a_pass_was_broken_off_is_of_the_next(
     assert [keys(loader) for _ in range(2)] == epochs[1:3]
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_set_during_a_pass_does_not_reach_its_late_workers(
+    store: Path, epochs: list[Batches], persistent: bool
+) -> None:
+    data = data_set(store)
+    data.load_state_dict(data.state_at(6, epoch=2))
+    loader = plain(data, 3, persistent=persistent, worker_init_fn=late)
+    running = iter(loader)
+    begun = next(running).key
+    data.set_epoch(0)
+    assert [begun, *keys(running)] == epochs[2][6:]
+    assert [keys(loader) for _ in range(2)] == epochs[:2]
+
+
+def test_a_pass_that_was_broken_off_takes_no_epoch_of_those_that_follow(store: Path, epochs: list[Batches]) -> None:
+    data = data_set(store)
+    loader = plain(data, 3, persistent=True, worker_init_fn=late)
+    assert next(iter(loader)).key == epochs[0][0]
+    data.set_epoch(0)
+    assert [keys(loader) for _ in range(3)] == epochs[:3]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "persistent"), [(0, 0, False), (0, 2, True), (2, 2, False), (2, 2, True), (2, 3, True)]
 )
