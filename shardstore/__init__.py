@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardstore.chunks import ReadOptions
     from shardstore.conversion import convert
     from shardstore.dataset import Dataset, open
     from shardstore.errors import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     )
     from shardstore.exporting import export
     from shardstore.loader import ShardDataset
+    from shardstore.options import ReadOptions
     from shardstore.position import change_workers
     from shardstore.validation import validate
 
@@ -49,7 +49,7 @@ __all__ = [
 
 _HOMES = {
     "Dataset": "dataset",
-    "ReadOptions": "chunks",
+    "ReadOptions": "options",
     "ShardDataset": "loader",
     "change_workers": "position",
     "convert": "conversion",

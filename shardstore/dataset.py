@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
-from shardstore.chunks import Numbers, Reader, ReadOptions
+from shardstore.chunks import Numbers, Reader
 from shardstore.errors import OptionError
 from shardstore.index import load
+from shardstore.options import ReadOptions
 from shardstore.samples import ImageType, SampleReader, View
 from shardstore.schema import Field, Schema
 

@@ -121,7 +121,7 @@ def decode_part(data: bytes, rows: int | None, scale: int = 1) -> Array:
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             if space in _JPEG_SPACES:
-                part = data if rows is None else early.lowered(data, min(rows + scale, height))
+                part = data if rows is None else early.lowered(data, min(rows + 2 * scale, height))
                 height = height if part is data else simplejpeg.decode_jpeg_header(part)[0]
                 least = {"min_height": -(-height // scale), "min_width": -(-width // scale)} if scale > 1 else {}
                 return np.asarray(simplejpeg.decode_jpeg(part, "RGB", strict=part is data, **least))

@@ -12,9 +12,10 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstore import mixing, ranks
-from shardstore.chunks import Numbers, Reader, ReadOptions
+from shardstore.chunks import Numbers, Reader
 from shardstore.errors import OptionError, Problem
 from shardstore.index import Index, load
+from shardstore.options import ReadOptions
 from shardstore.order import Order, Share, Tail, derive
 from shardstore.passes import Passes, check_epoch
 from shardstore.pool import ahead
@@ -275,17 +276,18 @@ class ShardDataset(IterableDataset[Any]):
     def _iter_batches(self, now: _Pass, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
         order, share, begin = self._order(now.begun.epoch), self.share, now.begun.batch
         steps = order.step_count(batch_size, share, begin)
-
         samples, skipper = self._readers(now.begun.epoch)
         whole = order.step_count(batch_size, share) if self._options.on_error == "skip" else 0
 
-        def step(t: int) -> Numbers:
+        def step(t: int) -> Numbers:  # after the pass's own, those from the epoch's first on
             first, t = (begin, t) if t < steps else (0, t - steps)
             return order.step(t, batch_size, share, first)
 
         def read(task: tuple[int, Numbers]) -> Any:
-            t, own = task
-            return skipper.batch(t, step, steps + whole) if whole else samples.batch(own)
+            t, numbers = task
+            if not whole:
+                return samples.batch(numbers)
+            return skipper.batch(numbers, (step(u) for u in range(t + 1, steps + whole)))
 
         mine = range(worker + now.taken * workers, steps, workers)
         tasks = zip(mine, order.steps(mine, batch_size, share, begin), strict=True)

@@ -12,6 +12,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGN = 64  # bytes: a cache line
+_FREE = 8  # buffers that wait to be used again: what a user kept for long and then dropped goes back to the system
 
 
 class Block:
@@ -44,7 +45,7 @@ class Buffers(Protocol):
 
 
 class Recycled:
-    """Buffers of this process, as many as are in use at a time."""
+    """Buffers of this process: those in use, and a few that were."""
 
     def __init__(self) -> None:
         self._free: list[Array] = []
@@ -61,7 +62,7 @@ class Recycled:
         return Block(lease(memory.data, 0, len(memory), lambda: self._back(memory)))
 
     def _back(self, memory: Array) -> None:
-        if len(memory) == self._nbytes:
+        if len(memory) == self._nbytes and len(self._free) < _FREE:
             self._free.append(memory)
 
     def learn(self, block: Block) -> None:

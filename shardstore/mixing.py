@@ -51,13 +51,12 @@ def warn_if_sorted(index: Index, order: Order, batch_size: int | None) -> None:
     classes, m = len(schema.classes or ()), batch_size or _USUAL_BATCH
     if "label" not in schema.array_names or classes < 2 or schema.options.get("shuffle") or schema.samples < 2 * m:
         return
-    order, count = order, schema.samples // m
     if batch_size is None:
         batches = [next(few(order, 0, schema.samples, 0, m))]
     else:
-        batches = [
-            order.batch(q, m) for q in np.linspace(0, count - 1, min(count, _BATCHES_LOOKED_AT), dtype=int).tolist()
-        ]
+        count = schema.samples // m
+        looked_at = np.linspace(0, count - 1, min(count, _BATCHES_LOOKED_AT), dtype=int)
+        batches = [order.batch(q, m) for q in looked_at.tolist()]
     try:
         seen = float(np.mean([len(np.unique(reader.read("label", numbers))) for numbers in batches]))
     except ShardstoreError:

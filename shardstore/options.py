@@ -1,4 +1,5 @@
-"""The options of a conversion, checked by themselves; :mod:`shardstore.plan` checks them against a source."""
+"""The options of a conversion and of reading, checked by themselves; :mod:`shardstore.plan` checks a conversion by its
+source."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ OnError = Literal["stop", "skip"]
 SHARD_BYTES = 128 << 20
 # Chunks: at 1-2 MiB the cost of a request is small beside the bytes, and a few fit a core's cache.
 CHUNK_BYTES = 2 << 20
+WINDOW_BYTES = 64 << 20  # decoded chunks a reader keeps: some 50 chunks, or the rows of 3 million encoded samples
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,37 @@ class Options(TypedDict, total=False):
     workers: int | None
     overwrite: bool
     dry_run: bool
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What few users need to set.
+
+    Attributes:
+        window_bytes: bound, in bytes, of the decoded chunks that one reader keeps, and among which the samples of a
+            compressed store are shuffled.
+        rank, world_size: which part of an epoch this process reads; None asks ``torch.distributed`` where that is
+            initialised, else there is one rank.
+        exact: for evaluation: repeat and drop nothing, so that ranks may make different numbers of steps.
+        on_error: what a stream does about a sample that cannot be read: ``raise``, or ``skip``: leave it out, warn, and
+            count it (``ShardDataset.skipped``).
+        ring: whole batches go from workers to the trainer in memory that is used again (Linux); False: torch's way.
+    """
+
+    window_bytes: int = WINDOW_BYTES
+    rank: int | None = None
+    world_size: int | None = None
+    exact: bool = False
+    on_error: Literal["raise", "skip"] = "raise"
+    ring: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for values that are impossible by themselves or together."""
+        if (self.rank is None) != (self.world_size is None):
+            raise OptionError("rank and world_size belong together: give both or neither")
+        if self.rank is not None and self.world_size is not None and not 0 <= self.rank < self.world_size:
+            raise OptionError(f"rank must be in 0 .. world_size - 1; got {self.rank} of {self.world_size}")
+        if self.window_bytes < 1:
+            raise OptionError(f"window_bytes must be at least 1; got {self.window_bytes}")
+        if self.on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip'; got {self.on_error!r}")

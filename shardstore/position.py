@@ -13,13 +13,8 @@ from typing import Any
 from shardstore.errors import OptionError, Problem
 from shardstore.order import derive
 
-_SAME = (
-    "fingerprint",
-    "seed",
-    "batch_size",
-    "window",
-    "block",
-)  # what the order depends on; seed is None without shuffle
+# What the order depends on; seed is None without shuffle.
+_SAME = ("fingerprint", "seed", "batch_size", "window", "block")
 _LIMIT = 1 << 62
 _NO_STATE = "this is no state of a ShardDataset"
 

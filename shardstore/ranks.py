@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from shardstore.chunks import ReadOptions
 from shardstore.errors import OptionError, Problem
+from shardstore.options import ReadOptions
 
 
 def process_group() -> tuple[int, int] | None:

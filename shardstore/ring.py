@@ -109,9 +109,8 @@ class _Slots:
 
     def block(self) -> Block:
         with self._lock:
-            filled = ~np.array(
-                self._filling
-            )  # before the numbers: a slot is sent while it still counts as being filled
+            # Before the numbers: a slot is sent while it still counts as being filled.
+            filled = ~np.array(self._filling)
             free = np.flatnonzero(filled & (self._sent == self._returned)[: len(filled)])
             if not len(free):
                 return Block()

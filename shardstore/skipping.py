@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -24,31 +25,26 @@ class Skipper:
         self._samples, self._count = samples, count
         self._run, self._lock = 0, threading.Lock()
 
-    def batch(self, t: int, step: Callable[[int], Numbers], count: int) -> Any:
-        """The batch of step ``t`` without the samples that cannot be read. Where none can, the batch of the next step
-        that has some takes its place, so that all ranks make as many steps.
-
-        Args:
-            t: the step.
-            step: the samples of each of ``count`` steps; after the pass's own, those from the epoch's first on.
-            count: how many of them there are.
+    def batch(self, numbers: Numbers, stand_ins: Iterable[Numbers]) -> Any:
+        """The batch of these samples without those that cannot be read. Where none can, the first of ``stand_ins`` that
+        has some takes its place, so that all ranks make as many steps.
 
         Raises:
-            DamagedStoreError, ImageError: the run is too long, or no step has a sample that can be read.
+            DamagedStoreError, ImageError: the run is too long, or there is no sample that can be read.
         """
-        for u in range(t, count):
-            numbers = step(u)
+        own = True
+        for tried in itertools.chain([numbers], stand_ins):
             try:
-                batch = self._samples.batch(numbers)
+                batch = self._samples.batch(tried)
             except _UNREADABLE as error:
                 last = error
             else:
                 self._run = 0
                 return batch
-            # Of steps that stand in, nothing is reported: their turn comes.
-            good = [n for n in numbers.tolist() if not self._fault(n, report=u == t)]
+            good = [n for n in tried.tolist() if not self._fault(n, report=own)]
             if good:
                 return self._samples.batch(np.array(good))
+            own = False  # of what stands in, nothing is reported: its turn comes
         raise last
 
     def stream(self, pieces: Iterable[Numbers], again: Iterable[Numbers]) -> Iterator[Any]:

@@ -468,9 +468,12 @@ def test_nothing_is_left_of_workers_that_are_killed(store: Path, values: Callabl
             for batch in batches:
                 check(batch, values(store))
 
-        with pytest.raises(RuntimeError, match="worker"):
+        # A batch that travels torch's way, beyond the slots too, is fetched from its worker: of a dead one that fails in
+        # torch with a connection's error, should it be unpickled before torch has missed the worker.
+        with pytest.raises((RuntimeError, ConnectionError)) as caught:
             read_on(iterator)
-        del iterator
+        assert isinstance(caught.value, ConnectionError) or "worker" in str(caught.value)
+        del iterator, caught
         for batch in kept:
             check(batch, values(store))
         check_all(loader_of(dataset_of(store, on=on)), values(store))
@@ -711,7 +714,7 @@ def assert_equal(a: Any, b: Any) -> None:
 def test_without_memfd_create(
     monkeypatch: pytest.MonkeyPatch, store: Path, values: Callable[[Path], Values], way: str
 ) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.delattr(os, "memfd_create")  # as on macOS and Windows, whose way is taken then
     gc.collect()
     before = rings()
     check_all(list(loader_of(dataset_of(store, way))), values(store))
@@ -734,6 +737,7 @@ def test_other_ways_to_read(
         calls.append(1)
         return int(read_at(*args))
 
+    # The reads of systems without preadv, which this one has; the count proves that they were taken.
     monkeypatch.setattr(files, "read_at", counted)
     for kind in ("large", "encoded", "zstd"):
         path = stores[kind]
@@ -746,7 +750,8 @@ def test_other_ways_to_read(
 def test_a_ring_too_small(
     monkeypatch: pytest.MonkeyPatch, store: Path, values: Callable[[Path], Values], limit: int
 ) -> None:
-    monkeypatch.setattr(ring, "_LIMIT", limit)  # a batch takes 8 KB
+    # A batch takes 8 KB; one that is too large for the true limit would take 85 MB.
+    monkeypatch.setattr(ring, "_LIMIT", limit)
     gc.collect()
     before = rings()
     check_all(list(loader_of(dataset_of(store))), values(store))
@@ -999,6 +1004,7 @@ def test_impossible_threads_are_refused(store: Path, options: dict[str, Any]) ->
 def test_threads_keep_few_files_open(
     monkeypatch: pytest.MonkeyPatch, stores: dict[str, Path], values: Callable[[Path], Values], kind: str, limit: int
 ) -> None:
+    # So few open files that threads take them from each other; the true limit would need a store of hundreds of shards.
     monkeypatch.setattr(files.Files.__init__, "__defaults__", (limit, lambda: None))
     path, threads = stores[kind], 4
     dataset = dataset_of(path, shuffle=True, threads=threads)

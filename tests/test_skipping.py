@@ -672,6 +672,7 @@ NOTE = f"more than {LIMIT} samples in a row"
 
 @pytest.fixture
 def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The true limit needs ten thousand damaged samples; what happens at it is the same.
     monkeypatch.setattr("shardstore.skipping.LIMIT", LIMIT)
 
 
@@ -744,7 +745,7 @@ def test_a_store_in_which_nothing_can_be_read_ends_with_the_error(
     limit: int | None,
 ) -> None:
     if limit is not None:
-        monkeypatch.setattr("shardstore.skipping.LIMIT", limit)
+        monkeypatch.setattr("shardstore.skipping.LIMIT", limit)  # as in low_limit; None: the true one
     path = copied(sound(container))
     for shard in range(load(path).schema.shards):
         shard_of(path, shard, "image.data").unlink()
@@ -921,7 +922,9 @@ def shard_files_open(path: Path) -> list[str]:
     return [name for name in descriptors() if name.startswith(str(path)) and "/index/" not in name]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux lists descriptors")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/fd"), reason="descriptors are counted in /proc/self/fd, which only Linux has"
+)
 @pytest.mark.parametrize(("batch_size", "workers"), [(None, 0), (BATCH, 0), (BATCH, 2)])
 def test_left_out_samples_leave_nothing_open(
     sick: Callable[..., Sick], copied: Callable[[Path], Path], batch_size: int | None, workers: int
@@ -1038,7 +1041,9 @@ def test_the_hint_points_at_the_caller_s_line(sorted_store: Path) -> None:
     assert line.strip() == "ShardDataset(sorted_store, batch_size=16, shuffle=True)"
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux lists descriptors")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/fd"), reason="descriptors are counted in /proc/self/fd, which only Linux has"
+)
 def test_the_hint_leaves_nothing_open(sorted_store: Path) -> None:
     dataset, caught = hints(sorted_store, batch_size=16, shuffle=True)
     assert len(caught) == 1  # labels were read

@@ -41,14 +41,19 @@ def jpeg(height: int, width: int, seed: int = 0, *, mode: str = "RGB", **options
     width=st.integers(1, 90),
     rows=st.integers(1, 90),
     kind=st.sampled_from([*SUBSAMPLING, "grey", "progressive", "optimized"]),
+    scale=st.sampled_from([1, 2, 4, 8]),
 )
-def test_the_first_rows_are_those_of_the_whole_picture(height: int, width: int, rows: int, kind: str) -> None:
+def test_the_first_rows_are_those_of_the_whole_picture(
+    height: int, width: int, rows: int, kind: str, scale: int
+) -> None:
     options: dict[str, Any] = {"subsampling": SUBSAMPLING[kind]} if kind in SUBSAMPLING else {kind: True}
     options = {"mode": "L"} if kind == "grey" else {"optimize": True} if kind == "optimized" else options
     data = jpeg(height, width, **options)
-    whole, part = images.decode(data), images.decode_part(data, min(rows, height))
-    assert part.shape[0] <= height
-    assert (part[: min(rows, height)] == whole[: min(rows, height)]).all()
+    rows = min(rows, height)
+    whole, part = images.decode_part(data, None, scale), images.decode_part(data, rows, scale)
+    assert scale > 1 or (whole == images.decode(data)).all()
+    assert part.shape[0] <= whole.shape[0]
+    assert (part[: -(-rows // scale)] == whole[: -(-rows // scale)]).all()
 
 
 def test_the_decoder_really_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
