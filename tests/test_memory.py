@@ -468,8 +468,8 @@ def test_nothing_is_left_of_workers_that_are_killed(store: Path, values: Callabl
             for batch in batches:
                 check(batch, values(store))
 
-        # A batch that travels torch's way, beyond the slots too, is fetched from its worker: of a dead one that fails in
-        # torch with a connection's error, should it be unpickled before torch has missed the worker.
+        # A batch that travels torch's way, beyond the slots too, is fetched from its worker: of a dead one that fails
+        # in torch with a connection's error, should it be unpickled before torch has missed the worker.
         with pytest.raises((RuntimeError, ConnectionError)) as caught:
             read_on(iterator)
         assert isinstance(caught.value, ConnectionError) or "worker" in str(caught.value)
