@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardstore.aio import PIECE
 from shardstore.codecs import decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
@@ -169,33 +170,30 @@ class Reader:
         """Samples of uncompressed chunks, straight into the batch; neighbours in one piece, file by file."""
         item = self.index.schema.array(name)[1].item_bytes
         table = self._rows_of(name, rows)
-        offsets = table["offset"].astype(np.int64) + (samples - table["first"]) * item
-        follows = (np.diff(rows, prepend=-1) == 0) & (np.diff(samples, prepend=-1) == 1)
-        starts = np.flatnonzero(~follows)
-        ends = np.append(starts[1:], len(samples))
-        data, shards = out.reshape(-1).view(np.uint8), table["shard"][starts]
-        for shard in np.unique(shards).tolist():
-            here = np.flatnonzero(shards == shard)
-            here = here[np.argsort(offsets[starts[here]])]
-            parts = [(a * item, b * item) for a, b in zip(starts[here].tolist(), ends[here].tolist(), strict=True)]
-            self._fill_parts(name, shard, offsets[starts[here]].tolist(), parts, data, rows)
-        for a in starts[ends - starts == table["count"][starts]].tolist():  # chunks that were read as a whole
-            chunk = self._row(name, int(rows[a]))
-            self._check(name, chunk, chunk.crc32c, data[a * item : (a + chunk.count) * item])
+        apart = (rows[1:] != rows[:-1]) | (samples[1:] != samples[:-1] + 1)
+        firsts = np.flatnonzero(np.append(True, apart)[: len(samples)])
+        table, counts = table[firsts], np.append(firsts[1:], len(samples)) - firsts
+        offsets = table["offset"].astype(np.int64) + (samples[firsts] - table["first"]) * item
+        order = np.lexsort((offsets, table["shard"]))
+        shards = table["shard"][order]
+        new = np.append(True, shards[1:] != shards[:-1])[: len(shards)]
+        pieces = np.empty(len(order), PIECE)
+        pieces["fd"], pieces["offset"] = np.cumsum(new) - 1, offsets[order]
+        pieces["begin"], pieces["nbytes"] = firsts[order] * item, counts[order] * item
+        data = out.reshape(-1).view(np.uint8)
+        if not self._read_pieces(name, shards[new].tolist(), pieces, data):
+            for i, (_, offset, begin, nbytes) in zip(order.tolist(), pieces.tolist(), strict=True):
+                # Again, each by itself, to tell which it was and why.
+                self._fill(name, self._row(name, int(rows[firsts[i]])), offset, data[begin : begin + nbytes])
+        for first in firsts[counts == table["count"]].tolist():  # chunks that were read as a whole
+            chunk = self._row(name, int(rows[first]))
+            self._check(name, chunk, chunk.crc32c, data[first * item :][: chunk.nbytes])
 
-    def _fill_parts(
-        self, name: str, shard: int, offsets: list[int], parts: list[tuple[int, int]], data: Array, rows: Numbers
-    ) -> None:
-        """Read pieces of one file; where they are not to be had, read singly, which names the place."""
-        buffers = memoryview(data.data)
+    def _read_pieces(self, name: str, shards: list[int], pieces: Array, data: Array) -> bool:
         try:
-            if self._files.read_parts(self.index.shard_path(shard, name), offsets, [buffers[a:b] for a, b in parts]):
-                return
+            return self._files.read_pieces([self.index.shard_path(s, name) for s in shards], pieces, data)
         except OSError:
-            pass
-        item = self.index.schema.array(name)[1].item_bytes
-        for offset, (a, b) in zip(offsets, parts, strict=True):
-            self._fill(name, self._row(name, int(rows[a // item])), offset, data[a:b])
+            return False
 
     def _items(self, name: str, row: int) -> Array:
         """All items of a chunk, decoded and cached."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
+from shardstore import aio
+
 _MAX_OPEN = (
     32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
 )
+_AT_ONCE = 8  # a thread reads pieces of an eighth of them at once: so many threads find some of their own
 _COPY_BYTES = 1 << 20
 
 
@@ -77,14 +81,31 @@ class Files:
         """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
         view, done = memoryview(buffer.data).cast("B"), 0
         with self._use(path) as fd:
-            while done < len(view) and (n := read_at(fd, view[done:], offset + done)):
+            while done < len(view) and (n := read_at(fd, [view[done:]], offset + done)):
                 done += n
         return done
 
-    def read_parts(self, path: str, offsets: list[int], views: list[memoryview]) -> bool:
-        """Fill each of ``views`` from its offset on, each with one call; returns whether all came whole."""
-        with self._use(path) as fd:
-            return all(read_at(fd, view, offset) == len(view) for offset, view in zip(offsets, views, strict=True))
+    def read_pieces(self, paths: Sequence[str], pieces: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
+        """Read pieces of several files at once.
+
+        Args:
+            paths: of the files.
+            pieces: of dtype :data:`shardstore.aio.PIECE`, but ``fd`` is a number in ``paths``; sorted by it.
+            out: uint8, contiguous, of shape (bytes,).
+
+        Returns:
+            Whether all were read whole.
+        """
+        step = max(self._max_open // _AT_ONCE, 1)
+        ends = np.searchsorted(pieces["fd"], np.arange(step, len(paths) + step, step)).tolist()
+        for first, (begin, end) in zip(range(0, len(paths), step), pairwise([0, *ends]), strict=True):
+            with ExitStack() as using:
+                fds = [using.enter_context(self._use(path)) for path in paths[first : first + step]]
+                now = pieces[begin:end].copy()
+                now["fd"] = np.array(fds)[now["fd"] - first]
+                if not aio.read(now, out) and not _read_singly(now, out):
+                    return False
+        return True
 
     @contextmanager
     def _use(self, path: str) -> Iterator[int]:
@@ -107,18 +128,17 @@ class Files:
         fd = self._open.pop(path, None)
         if fd is None:
             self._before_open()
-            if len(self._open) >= self._max_open:
-                self._close_oldest()
+            self._close_oldest()
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         self._open[path] = fd
         return fd
 
     def _close_oldest(self) -> None:
-        for path, fd in self._open.items():
-            if fd not in self._users:  # another thread may be reading from it
-                del self._open[path]
-                os.close(fd)
-                return
+        """Make room for one more, by closing files that no thread is reading from."""
+        unused = [(path, fd) for path, fd in self._open.items() if fd not in self._users]
+        for path, fd in unused[: max(len(self._open) - self._max_open + 1, 0)]:
+            del self._open[path]
+            os.close(fd)
 
     def close(self) -> None:
         """Close all descriptors of this process."""
@@ -133,24 +153,30 @@ class Files:
             self.close()
 
 
-def _preadv(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
+def _pread(fd: int, views: list[memoryview], offset: int) -> int:
+    return _copy(os.pread(fd, len(views[0]), offset), views[0])
 
 
-def _pread(fd: int, view: memoryview, offset: int) -> int:
-    return _copy(os.pread(fd, len(view), offset), view)
-
-
-def _seek_and_read(fd: int, view: memoryview, offset: int) -> int:
+def _seek_and_read(fd: int, views: list[memoryview], offset: int) -> int:
     with _seeking:  # the place in the file is the descriptor's, and threads share that
         os.lseek(fd, offset, os.SEEK_SET)
-        return _copy(os.read(fd, len(view)), view)
+        return _copy(os.read(fd, len(views[0])), views[0])
+
+
+def _read_singly(pieces: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> bool:
+    view = memoryview(out.data)
+    for fd, offset, begin, nbytes in pieces.tolist():
+        if read_at(fd, [view[begin : begin + nbytes]], offset) != nbytes:
+            return False
+    return True
 
 
 _forgetting = threading.Lock()  # the descriptors of another process, by one thread of a forked one
 _seeking = threading.Lock()
-# macOS before 11 has no preadv, Windows neither.
-read_at = _preadv if hasattr(os, "preadv") else _pread if hasattr(os, "pread") else _seek_and_read
+# Called with one view in a list, as os.preadv is. macOS before 11 has no preadv, Windows neither.
+read_at: Callable[[int, list[memoryview], int], int] = (
+    os.preadv if hasattr(os, "preadv") else _pread if hasattr(os, "pread") else _seek_and_read
+)
 
 
 def _copy(data: bytes, view: memoryview) -> int:

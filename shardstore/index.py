@@ -17,7 +17,7 @@ Sample ``i`` of a bytes or ragged field is ``data[start[i] : start[i] + length[i
 ``shape[i]``; ``crc32c[i]`` is the CRC-32C of its bytes (little-endian, C order).
 
 **Shards.** Shard ``k`` holds the samples ``k * shard_samples`` on; only the last may be short. Files of shard ``k``,
-below the folder that holds ``shardstore.json`` (:func:`shardstore.schema.shard_files`):
+below the folder that holds ``shardstore.json`` (:func:`shardstore.schema.shard_file`):
 
 - npy: ``image/00000.npy``, ``image/00000.data.npy``, … one for each array; ``start`` counts from the file's begin.
 - zarr: ``image/c/0/0/0/0``, ``image/data/c/0``, … one shard object of Zarr v3's sharding codec for each array.
@@ -64,7 +64,7 @@ import numpy as np
 from shardstore import npyfile
 from shardstore.errors import DamagedStoreError, NoStoreError, Problem
 from shardstore.files import crc32c, write_file
-from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_files
+from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_file
 
 JSON_NAME = "shardstore.json"
 REJECTS = "rejects.jsonl"  # a line of JSON for each bad file that was left out: key and reason
@@ -119,8 +119,7 @@ class Index:
 
     def shard_path(self, shard: int, array: str) -> str:
         """The file that holds a shard's part of an array."""
-        number = self.schema.array(array)[0]
-        return f"{self.root}/{shard_files(self.schema, shard)[self.schema.file_number(number)]}"
+        return f"{self.root}/{shard_file(self.schema, shard, self.schema.array(array)[0])}"
 
 
 def _identity(root: str) -> tuple[int, int, int] | None:

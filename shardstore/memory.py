@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ class Block:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array, C-contiguous, its values undefined."""
-        first, count = self.wanted, int(np.prod(shape, dtype=np.int64))
+        first, count = self.wanted, math.prod(shape)
         self.wanted += -(-count * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
         if not count or self._lease is None or self.wanted > len(self._lease):
             return np.empty(shape, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -177,8 +176,8 @@ class SampleReader:
 
     def keyed(self, key: int) -> SampleReader:
         """The same reader, for transforms of ours whose randomness follows from ``key`` and the sample's number."""
-        other = copy.copy(self)
-        other._key = key
+        other = SampleReader(self.reader, self.view)
+        other._key, other._recycled = key, self._recycled
         return other
 
     def samples(self, numbers: Numbers) -> Iterator[Any]:

@@ -78,7 +78,7 @@ class Array:
     chunk_items: int
     codec: Codec
 
-    @property
+    @functools.cached_property
     def item_bytes(self) -> int:
         """Bytes of one item, uncompressed."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.item_shape, dtype=np.int64))
@@ -146,17 +146,19 @@ def parts(kind: Kind) -> tuple[str, ...]:
 
 def shard_files(schema: Schema, shard: int) -> list[str]:
     """Paths of a shard's files below the store's folder, with forward slashes."""
+    count = 1 if schema.container == "hdf5" else len(schema.arrays)
+    return [shard_file(schema, shard, array) for array in range(count)]
+
+
+def shard_file(schema: Schema, shard: int, array: int) -> str:
+    """The path of the file that holds a shard's part of an array (its number is given), below the store's folder."""
     if schema.container == "hdf5":
-        return [f"{shard:05d}.h5"]
-    paths = []
-    for array in schema.arrays:
-        field, _, part = array.name.partition(".")
-        if schema.container == "npy":
-            paths.append(f"{field}/{shard:05d}.{part}.npy" if part else f"{field}/{shard:05d}.npy")
-        else:
-            zeros = "/0" * len(array.item_shape)
-            paths.append(f"{array.name.replace('.', '/')}/c/{shard}{zeros}")
-    return paths
+        return f"{shard:05d}.h5"
+    name, dimensions = schema.arrays[array].name, len(schema.arrays[array].item_shape)
+    if schema.container == "zarr":
+        return f"{name.replace('.', '/')}/c/{shard}{'/0' * dimensions}"
+    field, _, part = name.partition(".")
+    return f"{field}/{shard:05d}.{part}.npy" if part else f"{field}/{shard:05d}.npy"
 
 
 def shard_dtype(schema: Schema) -> np.dtype[np.void]:

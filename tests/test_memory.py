@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import shardstore
-from shardstore import DamagedStoreError, OptionError, ReadOptions, ShardDataset, files, ring
+from shardstore import DamagedStoreError, OptionError, ReadOptions, ShardDataset, aio, files, ring
 from shardstore.chunks import Reader
 from shardstore.index import load
 
@@ -721,7 +721,7 @@ def test_without_memfd_create(
     assert set(rings()) <= set(before)
 
 
-@pytest.mark.parametrize("read_at", [files._pread, files._seek_and_read])
+@pytest.mark.parametrize("read_at", [getattr(os, "preadv", files._pread), files._pread, files._seek_and_read])
 @pytest.mark.parametrize(("workers", "threads"), [(0, 0), (2, 0), (0, 4), (1, 2)])
 def test_other_ways_to_read(
     monkeypatch: pytest.MonkeyPatch,
@@ -737,12 +737,57 @@ def test_other_ways_to_read(
         calls.append(1)
         return int(read_at(*args))
 
-    # The reads of systems without preadv, which this one has; the count proves that they were taken.
+    # The reads of systems without io_submit and preadv, which this one has; the count proves that they were taken.
+    monkeypatch.setattr(aio, "ON", False)
     monkeypatch.setattr(files, "read_at", counted)
     for kind in ("large", "encoded", "zstd"):
         path = stores[kind]
         check_all(list(loader_of(dataset_of(path, shuffle=True, threads=threads), workers)), values(path))
         assert calls or workers
+
+
+@linux
+@pytest.mark.parametrize("refused", ["setup", "submit"])
+@pytest.mark.parametrize(("workers", "threads"), [(0, 0), (2, 0), (0, 4)])
+def test_io_submit_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    stores: dict[str, Path],
+    values: Callable[[Path], Values],
+    refused: str,
+    workers: int,
+    threads: int,
+) -> None:
+    # A number that no system call has is answered as a sandbox answers; the system's own cannot be taken away here.
+    setup, submit, events = aio._CALLS or pytest.skip("no io_submit on this machine")
+    nowhere = 1 << 20
+    calls = (nowhere, submit, events) if refused == "setup" else (setup, nowhere, events)
+    monkeypatch.setattr(aio, "_CALLS", calls)
+    monkeypatch.setattr(aio, "_waiting", [])
+    check_all(list(loader_of(dataset_of(stores["large"], threads=threads), workers)), values(stores["large"]))
+    assert bool(aio._waiting) == (refused == "submit" and not workers)
+
+
+@linux
+def test_io_submit_reads_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # No piece may take the other way. 150 pieces need three submissions.
+    if aio._CALLS is None:
+        pytest.skip("no io_submit on this machine")
+    monkeypatch.setattr(files, "read_at", lambda *_: 0)
+    file = tmp_path / "bytes.bin"
+    content = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+    file.write_bytes(content.tobytes())
+    pieces = np.zeros(150, aio.PIECE)
+    rng = np.random.default_rng(1)
+    pieces["offset"], pieces["nbytes"] = rng.integers(0, 90_000, 150), rng.integers(1, 10_000, 150)
+    pieces["begin"] = np.cumsum(pieces["nbytes"]) - pieces["nbytes"]
+    out = np.zeros(int(pieces["nbytes"].sum()), np.uint8)
+    reader = files.Files()
+    assert reader.read_pieces([str(file)], pieces, out)
+    for _, offset, begin, nbytes in pieces.tolist():
+        assert (out[begin : begin + nbytes] == content[offset : offset + nbytes]).all()
+    pieces[149]["offset"] = 100_000 - pieces[149]["nbytes"] + 1  # one byte is not there
+    assert not reader.read_pieces([str(file)], pieces, out)
+    reader.close()
 
 
 @linux

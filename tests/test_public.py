@@ -39,6 +39,7 @@ PUBLIC = [
 FLOORS = {
     "errors": 0,
     "npyfile": 0,
+    "aio": 0,
     "files": 1,
     "codecs": 1,
     "order": 1,
