@@ -37,7 +37,7 @@ _JPEG_SPACES = ("YCbCr", "Gray", "RGB")  # inks (CMYK, YCCK) become RGB in Pillo
 _EXACT_MODES = {"I": "int32", "F": "float32", "I;16": "uint16", "I;16L": "uint16", "I;16B": "uint16", "I;16N": "uint16"}
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "EPS", "WMF", "EMF"}  # Pillow knows the names, other programs the pixels
 _SIGNED = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "JPEG2000", "AVIF", "PSD", "QOI")  # signatures of some length
-# Pictures that are resized and encoded again. A restart marker a row of blocks, at 0.5 % of the bytes, lets a decoder
+# Pictures that are resized and encoded again. A restart marker a row of blocks, at 0.2 % of the bytes, lets a decoder
 # begin at any of them; quality 90 is what common tools for smaller copies of ImageNet take.
 _JPEG_OPTIONS: dict[str, Any] = {"quality": 90, "progressive": False, "restart_marker_rows": 1}
 LOSSLESS = ("PNG", "TIFF")  # what other pictures become
