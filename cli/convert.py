@@ -62,6 +62,12 @@ class Size(click.ParamType["tuple[int, int]"]):
     help="How --size treats another aspect ratio.",
 )
 @click.option(
+    "--resize-short",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Keep pictures encoded, larger ones resized to a shorter side of N.",
+)
+@click.option(
     "--codec",
     type=click.Choice(["none", "zstd"]),
     default="none",

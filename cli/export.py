@@ -14,7 +14,7 @@ from shardstore.cli.output import progress_bar
 def export(store: str, folder: str) -> None:
     """Write the pictures of STORE as files into FOLDER (new or empty), named as they were.
 
-    Encoded stores give the original files, byte for byte; pixels become PNG files.
+    Encoded stores give their files byte for byte; pixels become PNG files (TIFF for 32 bits).
     """
     with progress_bar("exporting") as progress:
         count = shardstore.export(store, folder, progress=progress)

@@ -20,6 +20,7 @@ from shardstore.index import JSON_NAME, REJECTS, Index, load, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
 from shardstore.pool import Pool, Progress
+from shardstore.resizing import estimate, resize_all
 from shardstore.schema import Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 from shardstore.sources import Numbers, Source, open_source
 from shardstore.target import Target, container_of
@@ -37,7 +38,7 @@ class Summary:
         target: the store's path.
         schema: its description.
         nbytes: bytes of its files; for a dry run, of its values.
-        reason: why pixels or encoded, where ``store="auto"`` decided.
+        reason: why pixels or encoded, where ``store="auto"`` decided, or how many pictures were resized.
         rejects: the bad files that were left out, with the reason.
         notes: what else was left out or is odd.
         seconds: it took.
@@ -110,7 +111,8 @@ def convert(
             arrays, a torchvision data set).
         target: the store's path; its ending chooses the format.
         executor: any ``concurrent.futures`` executor instead of local processes.
-        progress: called with (samples done, samples in all).
+        progress: called with (samples done, samples in all); with ``resize_short`` up to the end once for resizing and
+            once, faster, for writing.
         options: see :class:`shardstore.options.ConvertOptions`.
 
     Returns:
@@ -133,11 +135,14 @@ def convert(
         shapes = _read_shapes(samples, chosen, pool) if needs_shapes(samples, chosen) else None
         plan = make_plan(samples, container, chosen, shapes)
         if chosen.dry_run:
+            if chosen.resize_short:
+                plan = make_plan(estimate(samples, chosen), container, chosen, shapes)
             return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
         place.begin()
         job = _Job(place, pool, chosen, progress or (lambda done, total: None))
         try:
-            schema, rejects = job.run(samples, plan, shapes)
+            ready, plan = job.resize(samples, plan) if chosen.resize_short else (samples, plan)
+            schema, rejects = job.run(ready, plan, shapes)
         except ShardstoreError:
             pool.close()  # nobody may write into the folder that is removed
             place.discard()
@@ -186,6 +191,17 @@ class _Job:
         self.place, self.pool, self.options, self.progress = place, pool, options, progress
         self.done: dict[int, ShardResult] = {}
         self.rejects: list[Problem] = []
+
+    def resize(self, source: Source, plan: Plan) -> tuple[Source, Plan]:
+        """Make the pictures to store first, since only then their lengths are known; and the plan for them."""
+        made = resize_all(source, self.options, self.pool, self.place.spool, self.progress)
+        self.rejects += made.rejects
+        if made.rejects and (self.options.on_error == "stop" or not len(made.source)):
+            raise self._bad_source(len(made.rejects) == len(source))
+        plan = make_plan(made.source, plan.schema.container, self.options, None)
+        kept = len(made.source) - made.resized
+        reason = f"{made.resized:,} resized to a shorter side of {self.options.resize_short}, {kept:,} kept"
+        return made.source, replace(plan, recipe=replace(plan.recipe, check=None), reason=reason)
 
     def run(self, source: Source, plan: Plan, shapes: Shapes | None) -> tuple[Schema, list[Problem]]:
         good = np.arange(len(source))

@@ -20,8 +20,9 @@ from shardstore.schema import Field, Schema
 def export(store: str | Path, folder: str | Path, *, progress: Progress | None = None) -> int:
     """Write each picture of a store as a file, named by its key: ``folder/CLASS/picture.jpg``.
 
-    Encoded pictures come back byte for byte; pixels as PNG files (float: TIFF), the key's ending replaced, or kept
-    before the new one where two keys differ by their ending alone. A store without keys gives ``CLASS/00000000.png``.
+    Encoded pictures come back byte for byte; pixels as PNG files (TIFF for 32 bits), the key's ending replaced, or kept
+    before the new one where two keys differ by their ending alone. So does the ending of an encoded picture whose
+    format resizing changed. A store without keys gives ``CLASS/00000000.png``.
 
     Args:
         store: the store.
@@ -73,7 +74,15 @@ def _names(reader: Reader, field: Field, sample: Any, value: Any) -> list[str]:
     if os.path.isabs(key) or ".." in parts or "" in parts or (os.sep != "/" and os.sep in key):
         raise OptionError(Problem("a key leads out of the folder", key=printable(key), sample=int(sample[0])))
     ending = _ending(field, value)
-    return [key] if field.kind == "bytes" else [os.path.splitext(key)[0] + ending, key + ending]
+    if field.kind == "bytes" and not (schema.options.get("resize_short") and _is_renamed(key, value)):
+        return [key]
+    return [os.path.splitext(key)[0] + ending, key + ending]
+
+
+def _is_renamed(key: str, value: bytes) -> bool:
+    """Whether resizing made the picture one of another format than its key says."""
+    made = images.probe(value).format
+    return made in images.LOSSLESS and not images.is_named_so(key, made)
 
 
 def _class_folder(reader: Reader, schema: Schema, sample: Any) -> str:
@@ -85,4 +94,4 @@ def _class_folder(reader: Reader, schema: Schema, sample: Any) -> str:
 def _ending(field: Field, value: Any) -> str:
     if field.kind == "bytes":
         return "." + images.probe(value).format.lower().replace("jpeg", "jpg")
-    return ".tif" if value.dtype.kind == "f" else ".png"
+    return ".png" if images.lossless_format(value.dtype) == "PNG" else ".tif"

@@ -15,6 +15,7 @@ import io
 import os
 import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,6 +37,11 @@ _JPEG_SPACES = ("YCbCr", "Gray", "RGB")  # inks (CMYK, YCCK) become RGB in Pillo
 _EXACT_MODES = {"I": "int32", "F": "float32", "I;16": "uint16", "I;16L": "uint16", "I;16B": "uint16", "I;16N": "uint16"}
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "EPS", "WMF", "EMF"}  # Pillow knows the names, other programs the pixels
 _SIGNED = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "JPEG2000", "AVIF", "PSD", "QOI")  # signatures of some length
+# Pictures that are resized and encoded again. A restart marker a row of blocks, at 0.2 % of the bytes, lets a decoder
+# begin at any of them; quality 90 is what common tools for smaller copies of ImageNet take.
+_JPEG_OPTIONS: dict[str, Any] = {"quality": 90, "progressive": False, "restart_marker_rows": 1}
+LOSSLESS = ("PNG", "TIFF")  # what other pictures become
+_MAX_EXIF = 65533  # bytes of a JPEG's segment
 _LFS = b"version https://git-lfs.github.com/spec"
 _quiet = threading.Lock()
 
@@ -148,11 +154,58 @@ def to_pil(array: Array) -> PilImage.Image:
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
-def encode_png(array: Array) -> bytes:
-    """A PNG (float: TIFF, which PNG cannot hold) with exactly these values."""
+def encode_png(array: Array, **metadata: Any) -> bytes:
+    """A PNG (TIFF for what PNG cannot hold) with exactly these values, and Pillow's options for metadata."""
     out = io.BytesIO()
-    to_pil(array).save(out, "TIFF" if array.dtype.kind == "f" else "PNG")
+    to_pil(array).save(out, lossless_format(array.dtype), **metadata)
     return out.getvalue()
+
+
+def lossless_format(dtype: np.dtype[Any]) -> str:
+    """The format that holds such pixels exactly: PNG knows at most 16 bits."""
+    png, tiff = LOSSLESS
+    return png if dtype.kind == "u" else tiff
+
+
+def shrink(data: bytes, short: int) -> bytes | None:
+    """Bring an encoded picture down to ``short`` pixels on its shorter side (the longer as torchvision's ``Resize``
+    rounds it) and encode it again: a JPEG as JPEG, others without loss. EXIF (where it fits) and colour profile stay.
+
+    Returns:
+        None where the picture is small enough: only its header was looked at then.
+
+    Raises:
+        ImageError: ``data`` is damaged, cut, or not a picture.
+    """
+    if min(probe(data).shape[:2]) <= short:
+        return None
+    array, kept, grey = decode(data), {}, False
+    try:
+        with _opened(data) as image:
+            kept, grey = image.info, image.mode == "L"
+    except ImageError:
+        pass  # its pixels are good: Pillow will not open JPEGs beyond some size, or with odd metadata
+    array = array[:, :, :1] if grey else array  # all three are the same
+    height, width = array.shape[:2]
+    shorter = min(height, width)
+    array = resize(array, (int(short * height / shorter), int(short * width / shorter)), "stretch")
+    metadata = _metadata(kept, array.shape[2])
+    if not is_jpeg(data):
+        return encode_png(array, **metadata)
+    out, colour = io.BytesIO(), {} if array.shape[2] == 1 else {"subsampling": "4:2:0"}
+    to_pil(array).save(out, "JPEG", **_JPEG_OPTIONS, **colour, **metadata)
+    return out.getvalue()
+
+
+def _metadata(info: Mapping[Any, Any], channels: int) -> dict[str, Any]:
+    """What a new file of a picture keeps of the old one's metadata, as options for Pillow."""
+    profile, exif = info.get("icc_profile") or b"", info.get("exif") or b""
+    metadata = {}
+    if profile[16:20] == (b"RGB " if channels == 3 else b"GRAY"):  # not that of inks, which are RGB now
+        metadata["icc_profile"] = profile
+    if 0 < len(exif) <= _MAX_EXIF:
+        metadata["exif"] = exif
+    return metadata
 
 
 def resize(array: Array, size: tuple[int, int], fit: Fit) -> Array:
@@ -190,6 +243,13 @@ def resize(array: Array, size: tuple[int, int], fit: Fit) -> Array:
 def is_jpeg(data: bytes) -> bool:
     """Whether the bytes begin as a JPEG does (SOI marker and the next marker's first byte, ITU T.81 B.1.1)."""
     return data[:3] == b"\xff\xd8\xff"
+
+
+def is_named_so(name: str, format: str) -> bool:
+    """Whether a file's ending is one of this format."""
+    from PIL import Image
+
+    return Image.registered_extensions().get(os.path.splitext(name)[1].lower()) == format
 
 
 @functools.cache

@@ -33,6 +33,8 @@ class ConvertOptions:
             pictures have one size and mode and take at most twice the bytes.
         size: (height, width), or one number for both, that pixels are brought to.
         fit: how: ``crop`` the centre, ``pad`` with 0, or ``stretch``.
+        resize_short: store encoded pictures whose shorter side has at most so many pixels: larger ones are resized and
+            encoded again, JPEGs as JPEG of quality 90, others as PNG; the rest are kept as they are.
         codec: ``none`` or ``zstd``, for pixels.
         shard_size: bytes that a shard should have, about.
         samples_per_shard: the exact number instead.
@@ -51,6 +53,7 @@ class ConvertOptions:
     store: Store = "auto"
     size: int | tuple[int, int] | None = None
     fit: Fit = "crop"
+    resize_short: int | None = None
     codec: Codec = "none"
     shard_size: int = SHARD_BYTES
     samples_per_shard: int | None = None
@@ -78,9 +81,9 @@ class ConvertOptions:
                 raise OptionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.format not in (None, *CONTAINERS):
             raise OptionError(f"format must be one of {', '.join(CONTAINERS)}; got {self.format!r}")
-        for name in ("shard_size", "chunk_size", "max_errors", "samples_per_shard", "workers"):
+        for name in ("shard_size", "chunk_size", "max_errors", "samples_per_shard", "workers", "resize_short"):
             value = getattr(self, name)
-            optional = name in ("samples_per_shard", "workers") and value is None
+            optional = name in ("samples_per_shard", "workers", "resize_short") and value is None
             if not optional and (not isinstance(value, int) or value < 1):
                 raise OptionError(f"{name} must be a whole number, at least 1; got {value!r}")
         if self.size is not None and self.store == "encoded":
@@ -88,8 +91,11 @@ class ConvertOptions:
         numbers = (1, 1) if self.size is None else self.height_width
         if not isinstance(numbers, tuple) or len(numbers) != 2 or not all(map(_is_positive, numbers)):
             raise OptionError(f"size must be one positive number, or height and width; got {self.size!r}")
-        if self.codec != "none" and self.store == "encoded":
+        if self.codec != "none" and (self.store == "encoded" or self.resize_short):
             raise OptionError(f"codec={self.codec!r} is for pixels: encoded pictures are compressed already")
+        if self.resize_short and (self.size is not None or self.store == "pixels"):
+            other = "store='pixels'" if self.size is None else f"size={self.size!r}"
+            raise OptionError(f"resize_short stores pictures encoded, and {other} stores pixels: drop one of the two")
 
     @property
     def height_width(self) -> tuple[int, int] | None:
@@ -108,6 +114,7 @@ class Options(TypedDict, total=False):
     store: Store
     size: int | tuple[int, int] | None
     fit: Fit
+    resize_short: int | None
     codec: Codec
     shard_size: int
     samples_per_shard: int | None

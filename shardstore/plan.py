@@ -31,12 +31,14 @@ class Recipe:
         pixels: per field: decode or keep arrays of pixels (else the bytes are stored).
         size, fit: as the options.
         check: how an encoded picture that is kept is checked; None where it was before.
+        resize_short: as the option, where the source does not hold the resized pictures already.
     """
 
     pixels: tuple[bool, ...]
     size: tuple[int, int] | None
     fit: Fit
     check: Check | None
+    resize_short: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Plan:
         schema: without fingerprint and files.
         recipe: for the workers.
         items: for each array, the items in each shard.
-        reason: why pixels or encoded, in a sentence; empty where the user chose.
+        reason: why pixels or encoded, or what is resized, in a sentence; empty where the user chose.
     """
 
     schema: Schema
@@ -81,7 +83,8 @@ def picture_field(source: Source) -> Field | None:
 
 def needs_shapes(source: Source, options: ConvertOptions) -> bool:
     """Whether the plan depends on the headers of all pictures."""
-    return picture_field(source) is not None and options.store != "encoded" and options.size is None
+    decided = options.store == "encoded" or options.size is not None or options.resize_short is not None
+    return picture_field(source) is not None and not decided
 
 
 def make_plan(source: Source, container: Container, options: ConvertOptions, shapes: Shapes | None) -> Plan:
@@ -120,6 +123,8 @@ def _content_options(source: Source, options: ConvertOptions, pixels: bool) -> d
         content |= {"size": list(options.height_width), "fit": options.fit}
     if options.shuffle:
         content |= {"shuffle": True, "seed": options.seed}
+    if options.resize_short:
+        content["resize_short"] = min(options.resize_short, content.get("resize_short", options.resize_short))
     content.pop("check", None)
     if options.check == "header" and not pixels:
         content["check"] = "header"  # what reads such a store must not take its pictures for good ones
@@ -131,6 +136,8 @@ def _stored_fields(source: Source, options: ConvertOptions, shapes: Shapes | Non
     picture, reason = picture_field(source), ""
     if picture is None and options.store == "encoded":
         raise OptionError("store='encoded' keeps image files, and this source holds decoded arrays")
+    if picture is None and options.resize_short:
+        raise OptionError("resize_short makes image files from image files, and this source holds none: use size")
     fields = []
     for field in source.fields:
         if field is picture:
@@ -146,6 +153,8 @@ def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes
     if options.height_width:
         dtype, channels = _first_kind(source, field)
         return replace(field, kind="array", dtype=dtype, shape=(*options.height_width, channels)), ""
+    if options.resize_short:
+        return field, f"shorter sides above {options.resize_short} will be resized to it; sizes are estimated"
     if options.store == "encoded" or shapes is None:
         return field, ""
     known = shapes.shapes[shapes.shapes[:, 0] > 0]

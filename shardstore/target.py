@@ -28,6 +28,7 @@ class Target:
         path: its absolute path.
         root: the folder to fill, inside the ``.partial`` one.
         main: where the file of an HDF5 store is to be written.
+        spool: a folder for what is needed only until the store exists.
     """
 
     def __init__(self, path: str | Path, container: Container) -> None:
@@ -38,6 +39,7 @@ class Target:
         self._partial = self.path + PARTIAL
         self.root = f"{self._partial}/store"
         self.main = f"{self._partial}/main/{os.path.basename(self.path)}"
+        self.spool = f"{self._partial}/spool"
 
     def check(self, source: str | None, overwrite: bool) -> None:
         """Raise OptionError unless the target may be written; nothing is touched."""

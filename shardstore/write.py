@@ -15,6 +15,7 @@ from shardstore import formats, images
 from shardstore.codecs import encode
 from shardstore.errors import OptionError, Problem, SourceError
 from shardstore.files import checksum_file, crc32c
+from shardstore.options import Check
 from shardstore.plan import Recipe, chunk_room
 from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
 from shardstore.sources import Source
@@ -104,6 +105,8 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
     values = list(source.read(number))
     for column, (field, pixels) in enumerate(zip(fields, recipe.pixels, strict=True)):
         value = values[column]
+        if recipe.resize_short and field.content == "image" and isinstance(value, bytes):
+            values[column] = value = images.shrink(value, recipe.resize_short) or value
         if pixels:
             array = images.decode(value) if isinstance(value, bytes) else value
             if recipe.size:
@@ -112,11 +115,17 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
                 values[column] = _fitting(field, array)
             except OptionError as error:
                 raise OptionError(replace(error.problem, key=source.key(number))) from None
-        elif field.content == "image" and recipe.check == "full":
-            images.decode(value)
-        elif field.content == "image" and recipe.check == "header":
-            images.probe(value)
+        elif field.content == "image" and recipe.check:
+            check_picture(value, recipe.check)
     return values
+
+
+def check_picture(data: bytes, check: Check) -> None:
+    """Raise ImageError for a bad picture; ``check`` as the option."""
+    if check == "full":
+        images.decode(data)
+    else:
+        images.probe(data)
 
 
 def _fitting(field: Field, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

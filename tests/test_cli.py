@@ -226,6 +226,7 @@ OPTIONS = {
     "size of two": (["--size", "16,24", "--fit", "crop"], {"size": (16, 24)}),
     "pad": (["--size", "16", "--fit", "pad"], {"size": 16, "fit": "pad"}),
     "stretch": (["--size", "16", "--fit", "stretch"], {"size": 16, "fit": "stretch"}),
+    "resize short": (["--resize-short", "30"], {"resize_short": 30}),
     "codec": (["--format", "hdf5", "--size", "8", "--codec", "zstd"], {"format": "hdf5", "size": 8, "codec": "zstd"}),
     "shard size": (["--store", "pixels", "--shard-size", "0.1MB"], {"store": "pixels", "shard_size": 100_000}),
     "samples per shard": (["--samples-per-shard", "5"], {"samples_per_shard": 5}),
@@ -251,7 +252,7 @@ def test_an_option_of_convert_does_what_the_library_does(
 def test_every_option_of_convert_is_run_somewhere_in_this_file() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     options = [o for p in convert_command.params if isinstance(p, click.Option) for o in p.opts]
-    assert len(options) == 17
+    assert len(options) == 18
     assert [o for o in options if f'"{o}"' not in text] == []
 
 
@@ -356,6 +357,13 @@ MISUSE_OF_CONVERT = [
     (["--size", "60000"], "large"),
     (["--size", "16", "--store", "encoded"], "size"),
     (["--fit", "squash"], "squash"),
+    (["--resize-short", "0"], "0"),
+    (["--resize-short", "256,256"], "256,256"),
+    (["--resize-short", "32", "--size", "16"], "size=(16, 16)"),
+    (["--resize-short", "32", "--size", "16"], "resize_short"),
+    (["--resize-short", "32", "--store", "pixels"], "store='pixels'"),
+    (["--resize-short", "32", "--store", "pixels"], "resize_short"),
+    (["--resize-short", "32", "--codec", "zstd", "--format", "zarr"], "codec"),
     (["--codec", "lz4"], "lz4"),
     (["--codec", "zstd"], "codec"),
     (["--codec", "zstd", "--store", "encoded"], "codec"),
@@ -384,6 +392,7 @@ def test_convert_refuses_impossible_options(tmp_path: Path, images_dir: Path, ar
 
 
 MISUSE = {
+    "resize what is pixels": ["convert", "pixels", "out", "--resize-short", "8"],
     "no command": [],
     "unknown command": ["transform"],
     "unknown option": ["--fast"],
@@ -429,6 +438,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Pa
     (root / "empty").mkdir()
     shutil.copytree(make_store("npy"), root / "store")
     shutil.copytree(root / "store", root / "damaged")
+    shutil.copytree(make_store("npy", size=16), root / "pixels")
     (root / "damaged/shardstore.json").write_text("{}")
     return root
 

@@ -67,11 +67,12 @@ FLOORS = {
     "skipping": 6,
     "loader": 7,
     "write": 7,
-    "conversion": 8,
-    "exporting": 9,
-    "validation": 9,
-    "__init__": 10,
-    "cli": 11,
+    "resizing": 8,
+    "conversion": 9,
+    "exporting": 10,
+    "validation": 10,
+    "__init__": 11,
+    "cli": 12,
 }
 CLI_MAY_IMPORT_FROM = ("errors", "options", "validation")
 HOMES = {

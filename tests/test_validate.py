@@ -26,6 +26,8 @@ STORES: dict[str, tuple[str, dict[str, Any]]] = {
     "encoded-npy": ("npy", {}),
     "encoded-zarr": ("zarr", {"samples_per_shard": 7}),
     "encoded-hdf5": ("hdf5", {"samples_per_shard": 7, "shuffle": True}),
+    "resized-zarr": ("zarr", {"resize_short": 30, "samples_per_shard": 7}),
+    "resized-hdf5": ("hdf5", {"resize_short": 45, "samples_per_shard": 7, "shuffle": True}),
     "pixels-npy": ("npy", {"size": (24, 20), "samples_per_shard": 7, "fit": "pad"}),
     "pixels-zarr": ("zarr", {"size": 16, "samples_per_shard": 7, "fit": "stretch"}),
     "pixels-hdf5": ("hdf5", {"size": 16, "samples_per_shard": 7, "shuffle": True, "seed": 5}),

@@ -49,8 +49,8 @@ class Source(Protocol):
     def lengths(self, field: str) -> Numbers:
         """For a bytes or ragged field: the bytes or elements of each sample."""
 
-    def read(self, number: int) -> tuple[Any, ...]:
-        """The values of one sample, one a field: bytes or arrays.
+    def read(self, number: int, without: str = "") -> tuple[Any, ...]:
+        """The values of one sample, one a field: bytes or arrays; that of the field ``without`` may be anything.
 
         Raises:
             SourceError: this sample cannot be read.

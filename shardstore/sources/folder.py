@@ -94,8 +94,13 @@ class FolderSource:
         """Bytes of each file, or of each key."""
         return self.sizes if name == "image" else self.keys.lengths()
 
-    def read(self, number: int) -> tuple[Any, ...]:
+    def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """A file's bytes, its label and key."""
+        data = b"" if without == "image" else self._data(number)
+        key = self.keys.encoded(number)
+        return (data, key) if self.classes is None else (data, self.labels[number], key)
+
+    def _data(self, number: int) -> bytes:
         path = f"{self.root}/{self.keys[number]}"
         try:
             with open(path, "rb") as f:
@@ -105,8 +110,7 @@ class FolderSource:
         if len(data) != self.sizes[number]:
             what = Problem("the file changed during the conversion", expected=f"{self.sizes[number]} bytes")
             raise SourceError(replace(what, got=f"{len(data)}"))
-        key = self.keys.encoded(number)
-        return (data, key) if self.classes is None else (data, self.labels[number], key)
+        return data
 
     def key(self, number: int) -> str:
         """The path below the root."""

@@ -77,7 +77,7 @@ class SequenceSource:
         column = [f.name for f in self.fields].index(field)
         return np.asarray(self.counts[self.numbers, column])
 
-    def read(self, number: int) -> tuple[Any, ...]:
+    def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """The values of one sample."""
         i = int(self.numbers[number])
         values = _arrays(_values(self.sequence[i], self.given, i), [f.name for f in self.fields], i)

@@ -55,11 +55,11 @@ class StoreSource:
         """Elements of each sample of a bytes or ragged field."""
         return self.reader.lengths(field)[self.numbers]
 
-    def read(self, number: int) -> tuple[Any, ...]:
+    def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """The values of one sample."""
         sample = self.numbers[number : number + 1]
         try:
-            return tuple(self.reader.read(f.name, sample)[0] for f in self.fields)
+            return tuple(b"" if f.name == without else self.reader.read(f.name, sample)[0] for f in self.fields)
         except ShardstoreError as error:
             raise SourceError(error.problem) from error
 
