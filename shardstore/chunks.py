@@ -6,14 +6,13 @@ survives a fork: the other process opens its own files.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shardstore.aio import PIECE
+from shardstore.cache import Cache
 from shardstore.codecs import decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
@@ -57,29 +56,6 @@ class _Rows:
         return sum(a.nbytes for a in arrays if a is not None)
 
 
-class _Cache:
-    """The most recently used objects, up to a number of bytes (always at least one)."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
-        self._lock = threading.Lock()
-        self._items: OrderedDict[tuple[str, int], Any] = OrderedDict()
-
-    def get(self, key: tuple[str, int]) -> Any:
-        with self._lock:
-            if key in self._items:
-                self._items.move_to_end(key)
-            return self._items.get(key)
-
-    def put(self, key: tuple[str, int], item: Any) -> None:
-        with self._lock:
-            if key not in self._items:
-                self._items[key] = item
-                self.used += item.nbytes
-            while self.used > self.limit and len(self._items) > 1:
-                self.used -= self._items.popitem(last=False)[1].nbytes
-
-
 class Reader:
     """Reads samples of an open store.
 
@@ -91,7 +67,7 @@ class Reader:
         self.index = index
         self.options = options or ReadOptions()
         self._files = Files(before_open=index.check_unchanged)
-        self._cache = _Cache(self.options.window_bytes)
+        self._cache = Cache(self.options.window_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reader, (self.index, self.options)
@@ -113,6 +89,8 @@ class Reader:
         kind = self.index.schema.field(field).kind
         if kind == "array":
             return self.read_array(field, samples)
+        if self._files.slow:
+            self._announce(field, samples)
         return [self._read_blob(field, int(s), ragged=kind == "ragged") for s in samples]
 
     def lengths(self, field: str) -> Numbers:
@@ -163,7 +141,11 @@ class Reader:
         inside %= spec.chunk_items
         for row in np.unique(rows).tolist():
             here = np.flatnonzero(rows == row)
-            out[here] = self._items(name, row)[inside[here]]
+            a, b = int(here[0]), int(here[-1]) + 1
+            if b - a == len(here) == spec.chunk_items and (inside[a + 1 : b] > inside[a : b - 1]).all():
+                self._load_chunk(name, self._row(name, row), out[a:b].reshape(-1).view(np.uint8))
+            else:
+                out[here] = self._items(name, row)[inside[here]]
         return out
 
     def _read_singly(self, name: str, samples: Numbers, rows: Numbers, out: Array) -> None:
@@ -204,14 +186,16 @@ class Reader:
             self._cache.put((name, row), found)
         return found  # type: ignore[no-any-return]
 
-    def _load_chunk(self, name: str, chunk: _Chunk) -> Array:
+    def _load_chunk(self, name: str, chunk: _Chunk, out: Array | None = None) -> Array:
+        """A chunk's bytes, checked and decompressed; into ``out``, if given, which has that size."""
         spec = self.index.schema.array(name)[1]
-        stored = np.empty(chunk.nbytes, np.uint8)
+        stored = np.empty(chunk.nbytes, np.uint8) if spec.codec != "none" or out is None else out
         self._fill(name, chunk, chunk.offset, stored)
         self._check(name, chunk, chunk.crc32c, stored)
         if spec.codec == "none":
             return stored
-        out = np.empty(spec.chunk_items * spec.item_bytes, np.uint8)
+        if out is None:
+            out = np.empty(spec.chunk_items * spec.item_bytes, np.uint8)
         try:
             decode(spec.codec, stored, out)
         except ValueError as error:
@@ -236,6 +220,17 @@ class Reader:
         if not ragged or rows.shape is None:
             return data.tobytes()
         return data.copy().view(spec.dtype).reshape(rows.shape[inside])  # the chunk it is cut from may be cached
+
+    def _announce(self, field: str, samples: Numbers) -> None:
+        """Let the system begin to read all of these, while the first are decoded."""
+        name = f"{field}.data"
+        if self.index.schema.array(name)[1].codec == "none":
+            for shard, inside in zip(
+                *(a.tolist() for a in np.divmod(samples, self.index.schema.shard_samples)), strict=True
+            ):
+                rows = self._rows(field, shard)
+                where = self.index.shard_path(shard, name)
+                self._files.announce(where, int(rows.start[inside]), int(rows.length[inside]))
 
     def _rows(self, field: str, shard: int) -> _Rows:
         found = self._cache.get((field, shard))

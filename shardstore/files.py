@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,9 @@ from shardstore import aio
 _MAX_OPEN = (
     32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
 )
+_FAST = 1.5e9  # bytes/s; what is slower is read from a disk. Page caches give 3 to 10 GB/s
+_PIECE_SECONDS = 10e-6  # allowed for each piece besides; a disk takes 50 and more
+_STAY = 16  # reads after a slow one that are still announced: these are quick for that very reason
 _AT_ONCE = 8  # a thread reads pieces of an eighth of them at once: so many threads find some of their own
 _COPY_BYTES = 1 << 20
 
@@ -65,10 +69,14 @@ class Files:
 
     A descriptor is shared over a fork, but this object notices the new process id and opens its own, so that closing
     in one process never surprises another. Threads may share it.
+
+    Attributes:
+        slow: above 0 where one of the last reads seems to have come from a disk: then many are better announced
+            together, and only then, for that costs a tenth of what reading from the page cache takes.
     """
 
     def __init__(self, max_open: int = _MAX_OPEN, before_open: Callable[[], None] = lambda: None) -> None:
-        self._max_open, self._before_open = max_open, before_open
+        self._max_open, self._before_open, self.slow = max_open, before_open, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -80,7 +88,7 @@ class Files:
     def read_into(self, path: str, offset: int, buffer: np.ndarray[Any, Any]) -> int:
         """Fill ``buffer`` (C-contiguous) from ``offset`` on; returns the bytes read, fewer only at the file's end."""
         view, done = memoryview(buffer.data).cast("B"), 0
-        with self._use(path) as fd:
+        with self._use(path) as fd, self._timed(len(view)):
             while done < len(view) and (n := read_at(fd, [view[done:]], offset + done)):
                 done += n
         return done
@@ -103,9 +111,25 @@ class Files:
                 fds = [using.enter_context(self._use(path)) for path in paths[first : first + step]]
                 now = pieces[begin:end].copy()
                 now["fd"] = np.array(fds)[now["fd"] - first]
-                if not aio.read(now, out) and not _read_singly(now, out):
-                    return False
+                if self.slow:
+                    for fd, offset, _, nbytes in now.tolist():
+                        _will_need(fd, offset, nbytes)
+                with self._timed(int(now["nbytes"].sum()), len(now)):
+                    if not aio.read(now, out) and not _read_singly(now, out):
+                        return False
         return True
+
+    def announce(self, path: str, offset: int, nbytes: int) -> None:
+        """Let the system begin to read, without waiting for it."""
+        with self._use(path) as fd:
+            _will_need(fd, offset, nbytes)
+
+    @contextmanager
+    def _timed(self, nbytes: int, pieces: int = 1) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        slow = time.perf_counter() - started > nbytes / _FAST + pieces * _PIECE_SECONDS
+        self.slow = _STAY if slow else max(self.slow - 1, 0)
 
     @contextmanager
     def _use(self, path: str) -> Iterator[int]:
@@ -177,6 +201,11 @@ _seeking = threading.Lock()
 read_at: Callable[[int, list[memoryview], int], int] = (
     os.preadv if hasattr(os, "preadv") else _pread if hasattr(os, "pread") else _seek_and_read
 )
+
+
+def _will_need(fd: int, offset: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fadvise"):  # neither macOS nor Windows
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _copy(data: bytes, view: memoryview) -> int:

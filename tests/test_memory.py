@@ -768,6 +768,38 @@ def test_io_submit_refused(
 
 
 @linux
+@pytest.mark.parametrize("has_fadvise", [True, False])
+@pytest.mark.parametrize("threads", [0, 4])
+def test_reads_from_a_slow_disk_are_announced(
+    monkeypatch: pytest.MonkeyPatch,
+    stores: dict[str, Path],
+    values: Callable[[Path], Values],
+    has_fadvise: bool,
+    threads: int,
+) -> None:
+    # Any disk is slow then; this machine's page cache cannot be emptied for a test.
+    monkeypatch.setattr(files, "_PIECE_SECONDS", -1.0)
+    announced: list[tuple[int, int]] = []
+
+    def counted(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        announced.append((offset, nbytes))
+
+    monkeypatch.setattr(os, "posix_fadvise", counted)
+    if not has_fadvise:
+        monkeypatch.delattr(os, "posix_fadvise")  # as on macOS and Windows
+    for kind in ("large", "encoded"):
+        announced.clear()
+        check_all(list(loader_of(dataset_of(stores[kind], threads=threads), 0)), values(stores[kind]))
+        assert bool(announced) == has_fadvise
+    monkeypatch.setattr(files, "_PIECE_SECONDS", 1.0)
+    dataset = dataset_of(stores["large"])
+    announced.clear()
+    check_all(list(loader_of(dataset, 0)), values(stores["large"]))
+    assert not announced
+
+
+@linux
 def test_io_submit_reads_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # No piece may take the other way. 150 pieces need three submissions.
     if aio._CALLS is None:

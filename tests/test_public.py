@@ -40,6 +40,7 @@ FLOORS = {
     "errors": 0,
     "npyfile": 0,
     "aio": 0,
+    "cache": 0,
     "files": 1,
     "codecs": 1,
     "order": 1,
