@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ class Files:
         return True
 
     def announce(self, path: str, offset: int, nbytes: int) -> None:
-        """Let the system begin to read, without waiting for it."""
-        with self._use(path) as fd:
+        """Let the system begin to read, without waiting for it. What is wrong, reading itself will tell."""
+        with suppress(OSError), self._use(path) as fd:
             _will_need(fd, offset, nbytes)
 
     @contextmanager

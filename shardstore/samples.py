@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import _utils, default_collate, get_worker_info
+from torch.utils.data import _utils, get_worker_info
 
 from shardstore import images, ring
 from shardstore.chunks import Numbers, Reader
-from shardstore.errors import ImageError, OptionError, Problem, StackError
+from shardstore.errors import ImageError, OptionError, Problem
 from shardstore.memory import Block, Buffers, Recycled
 from shardstore.order import derive
 from shardstore.schema import Field, Schema
+from shardstore.stacking import Stack, cannot_stack
 from shardstore.transforms import Random, Transform
+
+_READ_AT_ONCE = 16  # samples of a batch whose bytes wait for their decoding: more would be memory for nothing
 
 ImageType = Literal["pil", "tensor", "numpy"]
 
@@ -64,59 +67,32 @@ def _arrive(fields: tuple[str, ...], values: Sequence[Any]) -> Any:
     return sample_type(fields)(*ring.arrive(values))
 
 
-def collate(batch: Sequence[Any], buffers: Buffers | None = None) -> Any:
+def collate(samples: Iterable[Any], count: int, buffers: Buffers | None = None) -> Any:
     """Stack samples into one of tensors, pictures as channels_last.
 
     Args:
-        batch: samples with the same fields.
+        samples: with the same fields.
+        count: how many will come, at least one.
         buffers: where the batch's memory comes from.
 
     Raises:
         StackError: tensors of one field have different shapes.
     """
     buffers = buffers or (ring.of_this_worker() if get_worker_info() else Recycled())
-    block = buffers.block()
-    columns = [
-        _stack(name, column, batch, block)
-        for name, column in zip(batch[0]._fields, zip(*batch, strict=True), strict=True)
-    ]
+    block, made = buffers.block(), Sample
+    stacks: list[Stack] = []
+    for sample in samples:
+        made = type(sample)
+        stacks = stacks or [Stack(name, count, block) for name in sample._fields]
+        for stack, value in zip(stacks, sample, strict=True):
+            stack.add(value, getattr(sample, "key", None))
     buffers.learn(block)
-    return type(batch[0])(*columns)
-
-
-def _stack(name: str, column: tuple[Any, ...], batch: Sequence[Any], block: Block) -> Any:
-    first = column[0]
-    if not isinstance(first, torch.Tensor):
-        return default_collate(list(column))
-    for i, tensor in enumerate(column):
-        if tensor.shape != first.shape:
-            raise _cannot_stack(name, (first.shape, tensor.shape), getattr(batch[i], "key", None))
-    if first.ndim == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous():
-        return _stack_tensors([t.permute(1, 2, 0) for t in column], block).permute(0, 3, 1, 2)
-    return _stack_tensors(column, block)
-
-
-def _stack_tensors(tensors: Sequence[torch.Tensor], block: Block) -> torch.Tensor:
-    first = tensors[0]
-    if any(type(t) is not torch.Tensor or t.dtype != first.dtype or t.requires_grad or t.is_cuda for t in tensors):
-        return default_collate(list(tensors))  # type: ignore[no-any-return]
-    try:
-        dtype = torch.empty(0, dtype=first.dtype).numpy().dtype
-    except TypeError:  # bfloat16 and its like
-        return default_collate(list(tensors))  # type: ignore[no-any-return]
-    out = torch.from_numpy(block.empty((len(tensors), *first.shape), dtype))
-    return torch.stack(list(tensors), out=out)
-
-
-def _cannot_stack(field: str, shapes: tuple[Any, Any], key: str | None) -> StackError:
-    what = Problem("samples of different shapes cannot be stacked into a batch", field=field, key=key)
-    hint = "Give a transform that brings pictures to one size, or convert with --size."
-    return StackError(replace(what, expected=f"{tuple(shapes[0])}", got=f"{tuple(shapes[1])}", hint=hint))
+    return made(*(stack.result() for stack in stacks))
 
 
 # torch's own hook for the collation of one's types: without it the DataLoader would stack the views that make CHW of
 # HWC slowly, and answer different sizes with a message that names neither field nor remedy.
-_utils.collate.default_collate_fn_map[Sample] = lambda batch, *, collate_fn_map=None: collate(batch)
+_utils.collate.default_collate_fn_map[Sample] = lambda batch, *, collate_fn_map=None: collate(batch, len(batch))
 
 
 @dataclass(frozen=True)
@@ -181,12 +157,13 @@ class SampleReader:
         return other
 
     def samples(self, numbers: Numbers) -> Iterator[Any]:
-        """The samples of these numbers: bytes are read together, pictures decoded one by one."""
+        """The samples of these numbers: bytes are read a few together, pictures decoded one by one."""
         self._settle_ring()
-        columns = [self.reader.read(field.name, numbers) for field in self.fields]
-        for i, number in enumerate(numbers.tolist()):
-            values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
-            yield self.type(*(values if self._plain else self._transformed(values, number)))
+        for few in np.split(numbers, range(_READ_AT_ONCE, len(numbers), _READ_AT_ONCE)):
+            columns = [self.reader.read(field.name, few) for field in self.fields]
+            for i, number in enumerate(few.tolist()):
+                values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
+                yield self.type(*(values if self._plain else self._transformed(values, number)))
 
     def check(self, number: int) -> None:
         """Raise DamagedStoreError or ImageError if this sample cannot be read."""
@@ -201,7 +178,7 @@ class SampleReader:
         self._settle_ring()
         buffers: Buffers = ring.of_this_worker() if get_worker_info() else self._recycled
         if not self._plain:
-            return collate(list(self.samples(numbers)), buffers)
+            return collate(self.samples(numbers), len(numbers), buffers)
         block = buffers.block()
         batch = self.type(*(self._column(field, numbers, block) for field in self.fields))
         buffers.learn(block)
@@ -223,7 +200,7 @@ class SampleReader:
         arrays = [self._decoded(field, v, n) for v, n in zip(values, numbers.tolist(), strict=True)]
         for array, number in zip(arrays, numbers.tolist(), strict=True):
             if array.shape != arrays[0].shape:
-                raise _cannot_stack(field.name, (arrays[0].shape, array.shape), self.reader.key(number))
+                raise cannot_stack(field.name, (arrays[0].shape, array.shape), self.reader.key(number))
         out = block.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
         return _channels_first(torch.from_numpy(np.stack(arrays, out=out)), field)
 
