@@ -50,7 +50,9 @@ def crop(of_tensors: bool = False) -> Any:
 def loader(dataset: Any, given: argparse.Namespace, **options: Any) -> Iterable[Any]:
     from torch.utils.data import DataLoader
 
-    return DataLoader(dataset, batch_size=BATCH, num_workers=given.workers, **options)
+    # Workers stay for the next epoch: one of a few thousand pictures would be gone while they start and warm up.
+    stay = given.workers > 0
+    return DataLoader(dataset, batch_size=BATCH, num_workers=given.workers, persistent_workers=stay, **options)
 
 
 class Mapped:

@@ -15,7 +15,7 @@ IMAGES is a folder of class folders; its pictures are copied ``--copies`` times.
   with ``resize_short=256``
 
 Each run is a process of its own, all in turn, so that a machine whose speed drifts treats them alike; the page cache is
-warm. images/s are from an epoch's 11th batch to its last: workers start and end outside of that, but inside of the
+warm, and workers stay from epoch to epoch. images/s are from an epoch's 11th batch to its last: workers start and end outside of that, but inside of the
 whole epoch's seconds. ``--consume copy`` copies each batch once more, as to a device. Medians over the rounds of each
 run's median epoch, ratios round by round; first batch: from the process's start; private memory: of the largest worker.
 
@@ -71,10 +71,11 @@ def ours(ending: str = "", how: str = "batches", **options: Any) -> Loader:
         transform = RandomResizedCrop(224) if (folder / "imgs").exists() else None
         if how == "samples":
             data = ShardDataset(store, shuffle=True, transform=transform)
-            return DataLoader(data, batch_size=byhand.BATCH, num_workers=given.workers)
+            return byhand.loader(data, given)
         threads = max(given.workers, 1) if how == "threads" else 0
         data = ShardDataset(store, batch_size=byhand.BATCH, shuffle=True, threads=threads, transform=transform)
-        return DataLoader(data, batch_size=None, num_workers=0 if threads else given.workers)
+        workers = 0 if threads else given.workers
+        return DataLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
     return load
 
