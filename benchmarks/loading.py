@@ -16,7 +16,7 @@ IMAGES is a folder of class folders; its pictures are copied ``--copies`` times.
 
 Each run is a process of its own, all in turn, so that a machine whose speed drifts treats them alike; the page cache is
 warm, and workers stay from epoch to epoch. images/s are from an epoch's 11th batch to its last: workers start and end
-outside of that, but inside of the whole epoch's seconds. ``--consume copy`` copies each batch once more, as to a device.
+outside of that, inside of the whole epoch's seconds. ``--consume copy`` copies each batch once more, as to a device.
 Medians over the rounds of each run's median epoch, ratios round by round; first batch: from the process's start;
 private memory: of the largest worker.
 
