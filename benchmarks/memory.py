@@ -51,7 +51,7 @@ def folder_of(given: argparse.Namespace, times: int) -> Path:
 def run(batches: Iterable[Any], count: int | None) -> None:
     first, worker, together, seen = 0.0, 0.0, 0.0, 0
     for k, batch in enumerate(itertools.islice(batches, count)):
-        int(batch[0][0, 0, 0, 0])
+        int(batch[0].sum())  # all of it, as a training does: memory that both sides have read is no worker's own
         seen += len(batch[0])
         first = first or since_start()
         if k % EVERY == EVERY - 1:
