@@ -20,13 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common import memory_kb
 
 SAMPLES, SHARD_SAMPLES, CHUNK_SAMPLES = 10**8, 1024, 8
 
 
 def private_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return memory_kb("self", "Private_") << 10
 
 
 def simulate(folder: Path) -> Path:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.aio import PIECE
 from shardstore.cache import Cache
 from shardstore.codecs import decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
 from shardstore.index import Index
 from shardstore.options import ReadOptions
+from shardstore.pieces import Plan, plans
 from shardstore.schema import parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -128,17 +128,31 @@ class Reader:
 
     # -- array fields -------------------------------------------------------------------------------------------------
 
-    def read_array(self, name: str, samples: Numbers, out: Array | None = None) -> Array:
-        """:meth:`read` for a field of kind ``array``, into ``out`` if given: C-contiguous, of shape (n, *shape)."""
+    def plan(self, name: str, batches: list[Numbers]) -> list[Plan | None]:
+        """What :meth:`read_array` of each of these batches will read, worked out together; None where samples are cut
+        from cached chunks, or where reading will have to say what is wrong."""
+        spec = self.index.schema.array(name)[1]
+        if spec.codec != "none" or spec.item_bytes < _SMALL or not sum(map(len, batches)):
+            return [None] * len(batches)
+        rows = self._rows_for(name, np.concatenate(batches))[0]
+        try:
+            return [*plans(batches, rows, self._rows_of(name, rows), spec.item_bytes)]
+        except DamagedStoreError:
+            if len(batches) == 1:
+                raise
+            return [None] * len(batches)
+
+    def read_array(self, name: str, samples: Numbers, out: Array | None = None, plan: Plan | None = None) -> Array:
+        """:meth:`read` for a field of kind ``array``, into ``out`` if given: C-contiguous, of shape (n, *shape).
+        ``plan`` is what :meth:`plan` says of these samples."""
         spec = self.index.schema.array(name)[1]
         if out is None:
             out = np.empty((len(samples), *spec.item_shape), spec.dtype)
-        shards, inside = np.divmod(samples, self.index.schema.shard_samples)
-        rows = self._rows_before(name)[shards] + inside // spec.chunk_items
-        if spec.codec == "none" and spec.item_bytes >= _SMALL:
-            self._read_singly(name, samples, rows, out)
+        plan = plan or self.plan(name, [samples])[0]
+        if plan:
+            self._read_planned(name, plan, out.reshape(-1).view(np.uint8))
             return out
-        inside %= spec.chunk_items
+        rows, inside = self._rows_for(name, samples)
         for row in np.unique(rows).tolist():
             here = np.flatnonzero(rows == row)
             a, b = int(here[0]), int(here[-1]) + 1
@@ -148,28 +162,21 @@ class Reader:
                 out[here] = self._items(name, row)[inside[here]]
         return out
 
-    def _read_singly(self, name: str, samples: Numbers, rows: Numbers, out: Array) -> None:
-        """Samples of uncompressed chunks, straight into the batch; neighbours in one piece, file by file."""
-        item = self.index.schema.array(name)[1].item_bytes
-        table = self._rows_of(name, rows)
-        apart = (rows[1:] != rows[:-1]) | (samples[1:] != samples[:-1] + 1)
-        firsts = np.flatnonzero(np.append(True, apart)[: len(samples)])
-        table, counts = table[firsts], np.append(firsts[1:], len(samples)) - firsts
-        offsets = table["offset"].astype(np.int64) + (samples[firsts] - table["first"]) * item
-        order = np.lexsort((offsets, table["shard"]))
-        shards = table["shard"][order]
-        new = np.append(True, shards[1:] != shards[:-1])[: len(shards)]
-        pieces = np.empty(len(order), PIECE)
-        pieces["fd"], pieces["offset"] = np.cumsum(new) - 1, offsets[order]
-        pieces["begin"], pieces["nbytes"] = firsts[order] * item, counts[order] * item
-        data = out.reshape(-1).view(np.uint8)
-        if not self._read_pieces(name, shards[new].tolist(), pieces, data):
-            for i, (_, offset, begin, nbytes) in zip(order.tolist(), pieces.tolist(), strict=True):
+    def _rows_for(self, name: str, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """Rows of the chunk table, and places in these chunks."""
+        shards, inside = np.divmod(samples, self.index.schema.shard_samples)
+        chunks, inside = np.divmod(inside, self.index.schema.array(name)[1].chunk_items)
+        return self._rows_before(name)[shards] + chunks, inside
+
+    def _read_planned(self, name: str, plan: Plan, out: Array) -> None:
+        """Samples of uncompressed chunks, straight into the batch."""
+        if not self._read_pieces(name, plan.shards, plan.pieces, out):
+            for row, (_, offset, begin, nbytes) in zip(plan.rows.tolist(), plan.pieces.tolist(), strict=True):
                 # Again, each by itself, to tell which it was and why.
-                self._fill(name, self._row(name, int(rows[firsts[i]])), offset, data[begin : begin + nbytes])
-        for first in firsts[counts == table["count"]].tolist():  # chunks that were read as a whole
-            chunk = self._row(name, int(rows[first]))
-            self._check(name, chunk, chunk.crc32c, data[first * item :][: chunk.nbytes])
+                self._fill(name, self._row(name, row), offset, out[begin : begin + nbytes])
+        for i in plan.whole:
+            chunk, begin = self._row(name, int(plan.rows[i])), int(plan.pieces["begin"][i])
+            self._check(name, chunk, chunk.crc32c, out[begin : begin + chunk.nbytes])
 
     def _read_pieces(self, name: str, shards: list[int], pieces: Array, data: Array) -> bool:
         try:

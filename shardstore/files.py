@@ -117,19 +117,25 @@ class Files:
             Whether all were read whole.
         """
         step = max(self._max_open // _AT_ONCE, 1)
-        ends = np.searchsorted(pieces["fd"], np.arange(step, len(paths) + step, step)).tolist()
-        for first, (begin, end) in zip(range(0, len(paths), step), pairwise([0, *ends]), strict=True):
-            with ExitStack() as using:
-                fds = [using.enter_context(self._use(path)) for path in paths[first : first + step]]
-                now = pieces[begin:end].copy()
-                now["fd"] = np.array(fds)[now["fd"] - first]
-                if self.slow:
-                    for fd, offset, _, nbytes in now.tolist():
-                        _will_need(fd, offset, nbytes)
-                with self._timed(int(now["nbytes"].sum()), len(now)):
-                    if not aio.read(now, out) and not _read_singly(now, out):
-                        return False
-        return True
+        firsts = range(0, len(paths), step)
+        cuts = [0, *np.searchsorted(pieces["fd"], firsts[1:]).tolist(), len(pieces)]
+        return all(
+            self._read_together(paths[first : first + step], first, pieces[begin:end], out)
+            for first, (begin, end) in zip(firsts, pairwise(cuts), strict=False)
+        )
+
+    def _read_together(
+        self, paths: Sequence[str], first: int, pieces: np.ndarray[Any, Any], out: np.ndarray[Any, Any]
+    ) -> bool:
+        with ExitStack() as using:
+            fds = np.array([using.enter_context(self._use(path)) for path in paths])
+            pieces = pieces.copy()
+            pieces["fd"] = fds[pieces["fd"] - first]
+            if self.slow:
+                for fd, offset, _, nbytes in pieces.tolist():
+                    _will_need(fd, offset, nbytes)
+            with self._timed(int(pieces["nbytes"].sum()), len(pieces)):
+                return aio.read(pieces, out) or _read_singly(pieces, out)
 
     def announce(self, path: str, offset: int, nbytes: int) -> None:
         """Let the system begin to read, without waiting for it. What is wrong, reading itself will tell."""

@@ -283,14 +283,14 @@ class ShardDataset(IterableDataset[Any]):
             first, t = (begin, t) if t < steps else (0, t - steps)
             return order.step(t, batch_size, share, first)
 
-        def read(task: tuple[int, Numbers]) -> Any:
-            t, numbers = task
+        def read(task: tuple[int, tuple[Numbers, Any]]) -> Any:
+            t, (numbers, plans) = task
             if not whole:
-                return samples.batch(numbers)
+                return samples.batch(numbers, plans)
             return skipper.batch(numbers, (step(u) for u in range(t + 1, steps + whole)))
 
         mine = range(worker + now.taken * workers, steps, workers)
-        tasks = zip(mine, order.steps(mine, batch_size, share, begin), strict=True)
+        tasks = zip(mine, samples.planned(order.steps(mine, batch_size, share, begin)), strict=True)
         for batch in ahead(read, tasks, self.threads) if self.threads else map(read, tasks):
             now.taken += 1
             yield batch
@@ -299,10 +299,10 @@ class ShardDataset(IterableDataset[Any]):
     def _iter_samples(self, now: _Pass, worker: int, workers: int) -> Iterator[Any]:
         order = self._order(now.begun.epoch)
         start, stop = order.consumer_range(worker, workers, self.share)
-        pieces = mixing.few(order, start, stop, now.taken)
         samples, skipper = self._readers(now.begun.epoch)
+        pieces = mixing.few(order, start, stop, now.taken, samples.at_once)
         if self._options.on_error == "skip":
-            stream = skipper.stream(pieces, mixing.few(order, start, stop, 0))
+            stream = skipper.stream(pieces, mixing.few(order, start, stop, 0, samples.at_once))
         else:
             stream = (s for numbers in pieces for s in samples.samples(numbers))
         for sample in stream:

@@ -14,7 +14,6 @@ from shardstore.order import Order, lane_count
 from shardstore.schema import Field
 
 _ORDER_AT_ONCE = 4096  # sample numbers worked out together: a keyed permutation of few costs as much as of many
-_READ_AT_ONCE = 16  # samples whose bytes are read together where the DataLoader makes the batches
 _BATCHES_LOOKED_AT = 4  # by the hint about sorted stores
 _USUAL_BATCH = 64  # where the DataLoader makes the batches, for the same hint
 _ENOUGH = 0.6  # of the classes that a batch of mixed samples would show
@@ -37,7 +36,7 @@ def window_and_block(reader: Reader, fields: Sequence[Field], batch_size: int | 
     return block * max(1, budget // windows // nbytes), block
 
 
-def few(order: Order, start: int, stop: int, taken: int, at_once: int = _READ_AT_ONCE) -> Iterator[Numbers]:
+def few(order: Order, start: int, stop: int, taken: int, at_once: int) -> Iterator[Numbers]:
     """The samples of a run of positions, after those taken, some at a time."""
     for first in range(taken, stop - start, _ORDER_AT_ONCE):
         numbers = order.mixed(np.arange(first, min(first + _ORDER_AT_ONCE, stop - start)), start, stop)

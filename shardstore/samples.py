@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +20,15 @@ from shardstore.chunks import Numbers, Reader
 from shardstore.errors import ImageError, OptionError, Problem
 from shardstore.memory import Block, Buffers, Recycled
 from shardstore.order import derive
+from shardstore.pieces import Plan
 from shardstore.schema import Field, Schema
 from shardstore.stacking import Stack, cannot_stack
 from shardstore.transforms import Random, Transform
 
-_READ_AT_ONCE = 16  # samples of a batch whose bytes wait for their decoding: more would be memory for nothing
+_READ_AT_ONCE = range(16, 257)  # samples: more that wait for decoding or their turn would be memory for nothing
+_READ_BYTES = 1 << 20  # that are read together, of pixels: small ones in larger numbers
+
+_PLANNED_AT_ONCE = 32  # batches
 
 ImageType = Literal["pil", "tensor", "numpy"]
 
@@ -145,6 +151,7 @@ class SampleReader:
         self._plain = view.transform is None and view.transforms is None
         self._checked = reader.index.schema.options.get("check") != "header"
         self._ours = isinstance(view.transform, Transform)
+        self.at_once = _read_at_once(self.fields)
         self._image_type = view.image_type or ("tensor" if self._plain else "pil")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,7 +166,7 @@ class SampleReader:
     def samples(self, numbers: Numbers) -> Iterator[Any]:
         """The samples of these numbers: bytes are read a few together, pictures decoded one by one."""
         self._settle_ring()
-        for few in np.split(numbers, range(_READ_AT_ONCE, len(numbers), _READ_AT_ONCE)):
+        for few in np.split(numbers, range(self.at_once, len(numbers), self.at_once)):
             columns = [self.reader.read(field.name, few) for field in self.fields]
             for i, number in enumerate(few.tolist()):
                 values = [self._value(f, c[i], number) for f, c in zip(self.fields, columns, strict=True)]
@@ -173,14 +180,23 @@ class SampleReader:
                 decode = self._transform if self._ours else self._decoded
                 decode(field, self.reader.read(field.name, np.array([number]))[0], number)
 
-    def batch(self, numbers: Numbers) -> Any:
-        """The samples of these numbers as one of stacked tensors."""
+    def planned(self, batches: Iterable[Numbers]) -> Iterator[tuple[Numbers, list[Plan | None]]]:
+        """The same batches, each with a plan for each field, worked out for some together."""
+        batches = iter(batches)
+        while some := list(itertools.islice(batches, _PLANNED_AT_ONCE)):
+            arrays = [f.name if self._plain and f.kind == "array" else None for f in self.fields]
+            columns = [self.reader.plan(name, some) if name else [None] * len(some) for name in arrays]
+            yield from zip(some, map(list, zip(*columns, strict=True)), strict=True)
+
+    def batch(self, numbers: Numbers, plans: Sequence[Plan | None] | None = None) -> Any:
+        """The samples of these numbers as one of stacked tensors; ``plans`` are those of :meth:`planned`."""
         self._settle_ring()
         buffers: Buffers = ring.of_this_worker() if get_worker_info() else self._recycled
         if not self._plain:
             return collate(self.samples(numbers), len(numbers), buffers)
         block = buffers.block()
-        batch = self.type(*(self._column(field, numbers, block) for field in self.fields))
+        plans = plans or [None] * len(self.fields)
+        batch = self.type(*(self._column(f, numbers, block, p) for f, p in zip(self.fields, plans, strict=True)))
         buffers.learn(block)
         return batch
 
@@ -188,10 +204,10 @@ class SampleReader:
         if not self.reader.options.ring and get_worker_info():
             ring.switch_off()
 
-    def _column(self, field: Field, numbers: Numbers, block: Block) -> Any:
+    def _column(self, field: Field, numbers: Numbers, block: Block, plan: Plan | None) -> Any:
         if field.kind == "array":
             out = block.empty((len(numbers), *field.shape), field.dtype)
-            return _channels_first(torch.from_numpy(self.reader.read_array(field.name, numbers, out)), field)
+            return _channels_first(torch.from_numpy(self.reader.read_array(field.name, numbers, out, plan)), field)
         values = self.reader.read(field.name, numbers)
         if field.content == "text":
             return [_text(v) for v in values]
@@ -266,6 +282,13 @@ class SampleReader:
             return transform.decode(value, Random(key), self._checked)
         except ImageError as error:
             raise ImageError(self._place(error.problem, field, number)) from error
+
+
+def _read_at_once(fields: Sequence[Field]) -> int:
+    if any(field.kind != "array" for field in fields):
+        return _READ_AT_ONCE.start
+    nbytes = sum(np.dtype(f.dtype).itemsize * math.prod(f.shape) for f in fields)
+    return max(_READ_AT_ONCE.start, min(_READ_BYTES // max(nbytes, 1), _READ_AT_ONCE.stop - 1))
 
 
 def _channels_first(batch: torch.Tensor, field: Field) -> torch.Tensor:

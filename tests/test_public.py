@@ -41,6 +41,7 @@ FLOORS = {
     "npyfile": 0,
     "aio": 0,
     "cache": 0,
+    "pieces": 1,
     "files": 1,
     "codecs": 1,
     "order": 1,
