@@ -140,13 +140,15 @@ class _Job:
     def __init__(self, place: Target, pool: Pool, options: ConvertOptions, progress: Progress) -> None:
         self.place, self.pool, self.options, self.progress = place, pool, options, progress
         self.done: dict[int, tuple[Task, ShardResult]] = {}  # by shard
-        self.rejects: dict[int, Problem] = {}  # by number in the source
+        self.rejects: dict[int, Problem] = {}  # by number in the user's source
+        self.numbers: Numbers | None = None  # of the samples that resizing has left, in the user's source
         self.reused = 0
 
     def resize(self, source: Source, plan: Plan) -> tuple[Source, Plan]:
         """Make the pictures to store first, since only then their lengths are known; and the plan for them."""
         made = resize_all(source, self.options, self.pool, self.place, self.progress)
         self.rejects |= made.rejects
+        self.numbers = np.delete(np.arange(len(source)), sorted(made.rejects))
         if made.rejects and (self.options.on_error == "stop" or not len(made.source)):
             raise self._bad_source(len(made.rejects) == len(source))
         plan = make_plan(made.source, plan.schema.container, self.options, None)
@@ -179,7 +181,7 @@ class _Job:
 
     def _known_bad(self, source: Source) -> Numbers:
         """The bad samples that an interrupted run has found, if they are as they were."""
-        if self.options.on_error == "stop":
+        if self.options.on_error == "stop" or self.options.resize_short:  # resizing has looked at every picture
             return np.array([], np.int64)
         for number, identity, problem in ledger.known_bad(self.place.ledger):
             if number < len(source) and identity and source.take(np.array([number])).identity() == identity:
@@ -203,7 +205,7 @@ class _Job:
             first = result.shard * plan.schema.shard_samples
             for inside, problem in result.rejects:
                 number = int(good[first + inside])
-                self.rejects[number] = problem
+                self.rejects[number if self.numbers is None else int(self.numbers[number])] = problem
                 bad.append(first + inside)
                 if self.options.on_error == "skip":
                     ledger.note_bad(self.place.ledger, number, source.take(np.array([number])).identity(), problem)
@@ -223,7 +225,7 @@ class _Job:
 
     def given_up(self, error: BaseException) -> BaseException:
         """The error as people should see it, after what was begun is removed, or kept where a later run can go on."""
-        kept = self.place.is_ours and os.path.isdir(self.place.ledger) and bool(os.listdir(self.place.ledger))
+        kept = self.place.is_ours and ledger.any_in(self.place.ledger)
         if kept:
             self.place.release()
         else:

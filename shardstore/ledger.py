@@ -38,6 +38,11 @@ def load(folder: str, signature: str) -> dict[str, np.ndarray[Any, Any]] | None:
         return None
 
 
+def any_in(folder: str) -> bool:
+    """Whether there are records."""
+    return os.path.isdir(folder) and any(name.endswith(".npz") for name in os.listdir(folder))
+
+
 def note_bad(folder: str, sample: int, signature: str, problem: Problem) -> None:
     """Remember a bad sample of the source; ``signature`` changes when it does."""
     with open(f"{folder}/{_BAD}", "a", encoding="utf-8") as f:

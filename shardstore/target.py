@@ -16,9 +16,9 @@ from typing import Any
 
 import filelock
 
-from shardstore.errors import NoStoreError, OptionError, Problem, ShardstoreError
+from shardstore.errors import NoStoreError, OptionError, Problem
 from shardstore.files import exchange, sync_folder, write_file
-from shardstore.index import JSON_NAME, PARTIAL, load, locate
+from shardstore.index import JSON_NAME, PARTIAL, locate
 from shardstore.schema import HDF5_FOLDER, Container
 
 _NOTE = "UNFINISHED.txt"
@@ -126,7 +126,7 @@ class Target:
         self._take_lock()
         note = self._note()
         if note.get("committed"):
-            self._finish_commit(note["committed"])
+            self._finish_commit()
             self._remove_partial()
             if note.get("plan") == plan:
                 return True
@@ -198,26 +198,21 @@ class Target:
         """Make the store exist under its own name, replacing the one that is there."""
         for folder, _, _ in os.walk(self.partial):
             sync_folder(folder)
-        self._write_note(**self._note(), committed=fingerprint)
-        self._finish_commit(fingerprint)
+        self._write_note(**self._note(), committed=fingerprint, folder=str(os.stat(self.root).st_ino))
+        self._finish_commit()
         self._remove_partial()
 
-    def _finish_commit(self, fingerprint: str) -> None:
+    def _finish_commit(self) -> None:
+        note = self._note()
         if self._container == "hdf5":
-            self._finish_hdf5(fingerprint)
-        elif not self._is_there(fingerprint):
+            self._finish_hdf5(note["committed"])
+        elif not os.path.isdir(self.path) or str(os.stat(self.path).st_ino) != note["folder"]:  # not yet exchanged
             if not os.path.isdir(self.path) or not exchange(self.root, self.path):
                 self._set_aside(self.path)
                 os.rename(self.root, self.path)
             if os.path.isdir(self.path + HDF5_FOLDER):  # of an HDF5 store that had this name
                 os.rename(self.path + HDF5_FOLDER, f"{self.partial}/replaced{HDF5_FOLDER}")
         sync_folder(os.path.dirname(self.path))
-
-    def _is_there(self, fingerprint: str) -> bool:
-        try:
-            return load(self.path).schema.fingerprint == fingerprint
-        except ShardstoreError:
-            return False
 
     def _finish_hdf5(self, fingerprint: str) -> None:
         shards = self.path + HDF5_FOLDER
