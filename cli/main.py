@@ -1,6 +1,7 @@
 """The entry point: the group of commands, and how errors become exit codes.
 
-Exit codes: 0 all is well, 1 problems were found (bad files, a damaged store), 2 misuse or failure, 130 interrupted.
+Exit codes: 0 all is well, 1 problems were found (bad files, a damaged store), 2 misuse or failure, 130 interrupted,
+143 terminated.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from shardstore import ShardstoreError, SourceError
 from shardstore.cli.convert import convert
 from shardstore.cli.export import export
 from shardstore.cli.info import info
-from shardstore.cli.output import fail, show_problems
+from shardstore.cli.output import Terminated, fail, show_problems
 from shardstore.cli.validate import validate
 
-PROBLEMS, FAILURE, INTERRUPTED = 1, 2, 130
+PROBLEMS, FAILURE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -46,9 +47,10 @@ def main() -> None:
         show_problems(error.problems)
         fail(str(error))
         sys.exit(PROBLEMS if error.problems else FAILURE)
-    except (click.Abort, KeyboardInterrupt):
-        fail("interrupted; the same command starts again")
-        sys.exit(INTERRUPTED)
+    except (click.Abort, KeyboardInterrupt) as error:
+        fail("interrupted; the same command goes on")
+        ended = isinstance(error.__cause__, Terminated)
+        sys.exit(TERMINATED if ended else INTERRUPTED)
     except (ShardstoreError, OSError) as error:
         fail(str(error))
         sys.exit(FAILURE)

@@ -52,6 +52,10 @@ def show_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
     console.print(table)
 
 
+class Terminated(KeyboardInterrupt):
+    """The system or a scheduler asks the process to end (SIGTERM)."""
+
+
 @contextlib.contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A bar with images/s and the time left, on a terminal only; and an end for a run whose Ctrl-C got lost.
@@ -59,29 +63,30 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
     Python drops a KeyboardInterrupt that strikes while a C extension frees an object (h5py does); each report of
     progress raises it again.
     """
-    asked: list[int] = []
+    asked: list[KeyboardInterrupt] = []
 
     def note_and_raise(number: int, frame: object) -> None:
-        asked.append(number)
-        raise KeyboardInterrupt
+        asked.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise asked[0]
 
     def ignore_lost(lost: Any) -> None:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(lost)
 
-    before = signal.signal(signal.SIGINT, note_and_raise)
+    before = {number: signal.signal(number, note_and_raise) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.unraisablehook = ignore_lost
     try:
         with _bar(what, quiet) as show:
 
             def report(done: int, total: int) -> None:
                 if asked:
-                    raise KeyboardInterrupt
+                    raise asked[0]
                 show(done, total)
 
             yield report
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = sys.__unraisablehook__
 
 

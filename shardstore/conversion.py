@@ -2,95 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
-from shardstore import formats, images, order, prove
-from shardstore.errors import Problem, ShardstoreError, SourceError, printable
+from shardstore import formats, images, ledger, order, prove
+from shardstore.errors import Problem, ShardstoreError, SourceError
 from shardstore.files import checksum_file, write_file
 from shardstore.index import JSON_NAME, REJECTS, Index, load, write_index
 from shardstore.options import ConvertOptions, Options
-from shardstore.plan import Plan, Shapes, human, make_plan, needs_shapes, picture_field
+from shardstore.plan import Plan, Shapes, make_plan, needs_shapes, picture_field
 from shardstore.pool import Pool, Progress
 from shardstore.resizing import estimate, resize_all
 from shardstore.schema import Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 from shardstore.sources import Numbers, Source, open_source
+from shardstore.summary import Summary
 from shardstore.target import Target, container_of
 from shardstore.write import ShardResult, Task, write_shard
 
 _PROBE_SAMPLES = 1024  # headers read in one task
 _SHUFFLE = 3  # what a derived key is for
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a conversion did (or, for a dry run, would do).
-
-    Attributes:
-        target: the store's path.
-        schema: its description.
-        nbytes: bytes of its files; for a dry run, of its values.
-        reason: why pixels or encoded, where ``store="auto"`` decided, or how many pictures were resized.
-        rejects: the bad files that were left out, with the reason.
-        notes: what else was left out or is odd.
-        seconds: it took.
-        dry_run: nothing was written.
-    """
-
-    target: str
-    schema: Schema
-    nbytes: int
-    reason: str
-    rejects: list[Problem]
-    notes: list[str]
-    seconds: float
-    dry_run: bool
-
-    def __str__(self) -> str:
-        """Three lines, and one for each note."""
-        s, kind = self.schema, str(self.schema.options["store"])
-        classes = f" in {len(s.classes)} classes" if s.classes else ""
-        verb = "would hold" if self.dry_run else "holds"
-        size = human(self.nbytes)
-        speed = f"; {self.seconds:.1f} s, {s.samples / max(self.seconds, 1e-9):,.0f} images/s"
-        where = f"{size} in {s.shards} shard{'s' if s.shards > 1 else ''}" + ("" if self.dry_run else speed)
-        lines = [
-            f"{printable(self.target)} {verb} {s.samples:,} images{classes}, {where}",
-            f"stored as {kind}" + (f": {self.reason}" if self.reason else ""),
-        ]
-        if self.rejects:
-            bad = f"{len(self.rejects)} bad file{'s' if len(self.rejects) > 1 else ''}"
-            lines.append(f"left out: {bad}, listed in {REJECTS}; the first: {self.rejects[0]}")
-        else:
-            lines.append("left out: not known before the files are read" if self.dry_run else "left out: no bad files")
-        return "\n".join(lines + [f"note: {printable(note)}" for note in self.notes])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary for JSON."""
-        return {
-            "target": self.target,
-            "samples": self.schema.samples,
-            "classes": len(self.schema.classes or ()),
-            "shards": self.schema.shards,
-            "shard_samples": self.schema.shard_samples,
-            "bytes": self.nbytes,
-            "container": self.schema.container,
-            "options": dict(self.schema.options),
-            "reason": self.reason,
-            "fingerprint": self.schema.fingerprint,
-            "rejects": [p.to_dict() for p in self.rejects],
-            "notes": self.notes,
-            "seconds": round(self.seconds, 3),
-            "dry_run": self.dry_run,
-        }
 
 
 def convert(
@@ -104,7 +43,8 @@ def convert(
     """Turn a folder of images, another store, or a Python sequence of samples into a store.
 
     Nothing exists at ``target`` until all of it does. The same source and options give the same bytes, whatever the
-    number of workers.
+    number of workers. Interrupted, by whatever, it goes on where it was when it is called again in the same way: what
+    was finished lies in ``target.partial``. Python sequences start again.
 
     Args:
         source: a folder with one sub-folder a class, a store, or samples (``(image, label)`` tuples or dicts of
@@ -119,7 +59,8 @@ def convert(
         What was done; ``print`` shows it in three lines.
 
     Raises:
-        OptionError: options that do not go together, or a target that may not be written.
+        OptionError: options that do not go together, or a target that may not be written, or that another process is
+            writing right now.
         SourceError: the source cannot be converted; ``.problems`` lists every bad file.
     """
     started = time.monotonic()
@@ -138,18 +79,27 @@ def convert(
             if chosen.resize_short:
                 plan = make_plan(estimate(samples, chosen), container, chosen, shapes)
             return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
-        place.begin()
         job = _Job(place, pool, chosen, progress or (lambda done, total: None))
         try:
-            ready, plan = job.resize(samples, plan) if chosen.resize_short else (samples, plan)
-            schema, rejects = job.run(ready, plan, shapes)
-        except ShardstoreError:
-            pool.close()  # nobody may write into the folder that is removed
-            place.discard()
-            raise
-    place.commit(schema.fingerprint)
-    nbytes, seconds = load(place.path).nbytes, time.monotonic() - started
-    return Summary(os.fspath(target), schema, nbytes, plan.reason, rejects, samples.notes, seconds, False)
+            if not place.begin(_signature(plan, chosen.resize_short, samples.identity()), chosen.overwrite):
+                ready, plan = job.resize(samples, plan) if chosen.resize_short else (samples, plan)
+                place.commit(job.run(ready, plan, shapes).fingerprint)
+        except BaseException as error:
+            pool.close(at_once=True)  # nobody may write into the folder any more
+            shown = job.given_up(error)
+            raise shown from (None if shown is error else error)
+    made, seconds = load(place.path), time.monotonic() - started
+    bad = [Problem(**line) for line in made.rejects()]
+    return Summary(
+        os.fspath(target), made.schema, made.nbytes, plan.reason, bad, samples.notes, seconds, reused=job.reused
+    )
+
+
+def _signature(plan: Plan, *further: Any) -> str:
+    """A checksum of what is made: the plan, and whatever else it depends on."""
+    schema = to_json(replace(plan.schema, samples=0)).decode()
+    recipe = replace(plan.recipe, check=None)  # what was looked at is no other for it
+    return hashlib.sha256(repr((schema, recipe, further)).encode()).hexdigest()
 
 
 def _read_shapes(source: Source, options: ConvertOptions, pool: Pool) -> Shapes:
@@ -189,13 +139,16 @@ class _Job:
 
     def __init__(self, place: Target, pool: Pool, options: ConvertOptions, progress: Progress) -> None:
         self.place, self.pool, self.options, self.progress = place, pool, options, progress
-        self.done: dict[int, ShardResult] = {}
-        self.rejects: list[Problem] = []
+        self.done: dict[int, tuple[Task, ShardResult]] = {}  # by shard
+        self.rejects: dict[int, Problem] = {}  # by number in the user's source
+        self.numbers: Numbers | None = None  # of the samples that resizing has left, in the user's source
+        self.reused = 0
 
     def resize(self, source: Source, plan: Plan) -> tuple[Source, Plan]:
         """Make the pictures to store first, since only then their lengths are known; and the plan for them."""
-        made = resize_all(source, self.options, self.pool, self.place.spool, self.progress)
-        self.rejects += made.rejects
+        made = resize_all(source, self.options, self.pool, self.place, self.progress)
+        self.rejects |= made.rejects
+        self.numbers = np.delete(np.arange(len(source)), sorted(made.rejects))
         if made.rejects and (self.options.on_error == "stop" or not len(made.source)):
             raise self._bad_source(len(made.rejects) == len(source))
         plan = make_plan(made.source, plan.schema.container, self.options, None)
@@ -203,16 +156,19 @@ class _Job:
         reason = f"{made.resized:,} resized to a shorter side of {self.options.resize_short}, {kept:,} kept"
         return made.source, replace(plan, recipe=replace(plan.recipe, check=None), reason=reason)
 
-    def run(self, source: Source, plan: Plan, shapes: Shapes | None) -> tuple[Schema, list[Problem]]:
-        good = np.arange(len(source))
-        options = self.options
+    def run(self, source: Source, plan: Plan, shapes: Shapes | None) -> Schema:
+        """Write everything; the schema of the finished store."""
+        good, options = np.arange(len(source)), self.options
         if picture_field(source) is not None:  # what "auto" chose stays, whatever is left out
             pixels = plan.schema.options["store"] == "pixels"
             options, shapes = replace(options, store="pixels" if pixels else "encoded"), shapes if pixels else None
+        bad = self._known_bad(source)
         while True:
-            bad = self._write(source.take(good) if len(good) < len(source) else source, plan)
+            looked = not len(bad)  # at every picture, in this pass
+            if looked:
+                bad = self._write(source, good, plan)
             if not len(bad):
-                return self._finish(plan), self.rejects
+                return self._finish(plan)
             if self.options.on_error == "stop" or len(bad) == len(good):
                 raise self._bad_source(len(bad) == len(good))
             kept = np.delete(np.arange(len(good)), bad)
@@ -220,65 +176,89 @@ class _Job:
             if shapes is not None:
                 shapes = replace(shapes, shapes=shapes.shapes[kept])
             again = make_plan(source.take(good), plan.schema.container, options, shapes)
-            self._keep(plan, again, int(bad[0]))
-            plan = replace(again, recipe=replace(again.recipe, check=None), reason=plan.reason)
+            recipe = replace(again.recipe, check=None) if looked else again.recipe
+            plan, bad = replace(again, recipe=recipe, reason=plan.reason), bad[:0]
 
-    def _keep(self, before: Plan, after: Plan, first_bad: int) -> None:
-        """Forget and remove the shards that the new plan makes otherwise."""
-        same = replace(before.schema, samples=0) == replace(after.schema, samples=0)
-        whole = first_bad // before.schema.shard_samples if same else 0
-        for shard in range(whole, before.schema.shards):
-            for path in shard_files(before.schema, shard):
-                if os.path.exists(f"{self.place.root}/{path}"):
-                    os.unlink(f"{self.place.root}/{path}")
-        self.done = {shard: result for shard, result in self.done.items() if shard < whole}
+    def _known_bad(self, source: Source) -> Numbers:
+        """The bad samples that an interrupted run has found, if they are as they were."""
+        if self.options.on_error == "stop" or self.options.resize_short:  # resizing has looked at every picture
+            return np.array([], np.int64)
+        for number, identity, problem in ledger.known_bad(self.place.ledger):
+            if number < len(source) and identity and source.take(np.array([number])).identity() == identity:
+                self.rejects[number] = problem
+        return np.array(sorted(self.rejects), np.int64)
 
-    def _write(self, source: Source, plan: Plan) -> Numbers:
-        """Write the shards that are not done; returns the numbers of bad samples."""
-        todo = [shard for shard in range(plan.schema.shards) if shard not in self.done]
-        count = sum(len(plan.numbers(shard)) for shard in self.done)
+    def _write(self, source: Source, good: Numbers, plan: Plan) -> Numbers:
+        """Write the shards of these samples that are not done; returns which of them (places in ``good``) are bad."""
+        some = source.take(good) if len(good) < len(source) else source
+        tasks = [self._task(some, plan, shard) for shard in range(plan.schema.shards)]
+        # Of an earlier pass of this run, those shards stay that are the same in this plan.
+        same = {t.shard for t in tasks if t.shard in self.done and t.signature == self.done[t.shard][0].signature != ""}
+        self.done = {shard: self.done[shard] for shard in same}
+        count = sum(result.samples for _, result in self.done.values())
         self.progress(count, plan.schema.samples)
-        tasks = (self._task(source, plan, shard) for shard in todo)
-        found: list[tuple[int, Problem]] = []
-        for result in self.pool.run(write_shard, tasks):
+        bad: list[int] = []
+        for result in self.pool.run(write_shard, (task for task in tasks if task.shard not in same)):
             count += result.samples
             self.progress(count, plan.schema.samples)
+            self.reused += result.reused
             first = result.shard * plan.schema.shard_samples
-            found += [(first + number, problem) for number, problem in result.rejects]
+            for inside, problem in result.rejects:
+                number = int(good[first + inside])
+                self.rejects[number if self.numbers is None else int(self.numbers[number])] = problem
+                bad.append(first + inside)
+                if self.options.on_error == "skip":
+                    ledger.note_bad(self.place.ledger, number, source.take(np.array([number])).identity(), problem)
             if not result.rejects:
-                self.done[result.shard] = result
-            if self.options.on_error == "stop" and len(found) >= self.options.max_errors:
+                self.done[result.shard] = tasks[result.shard], result
+            if self.options.on_error == "stop" and len(bad) >= self.options.max_errors:
                 break
-        found.sort(key=lambda pair: pair[0])
-        self.rejects += [problem for _, problem in found]
-        return np.array([number for number, _ in found], np.int64)
+        return np.array(sorted(bad), np.int64)
 
     def _task(self, source: Source, plan: Plan, shard: int) -> Task:
         items = {name: int(counts[shard]) for name, counts in plan.items.items()}
         part = source.take(plan.numbers(shard))
         limit = self.options.max_errors if self.options.on_error == "stop" else len(part)
-        return Task(self.place.root, plan.schema, plan.recipe, part, shard, items, limit)
+        identity = part.identity()
+        signature = identity and _signature(plan, shard, items, identity)
+        return Task(self.place.root, plan.schema, plan.recipe, part, shard, items, limit, self.place.ledger, signature)
+
+    def given_up(self, error: BaseException) -> BaseException:
+        """The error as people should see it, after what was begun is removed, or kept where a later run can go on."""
+        kept = self.place.is_ours and ledger.any_in(self.place.ledger)
+        if kept:
+            self.place.release()
+        else:
+            self.place.discard()
+        if isinstance(error, OSError) and not isinstance(error, ShardstoreError):
+            what = Problem(f"the store cannot be written: {error.strerror or error}", error.filename or self.place.path)
+            error = ShardstoreError(replace(what, hint="Make room or mend that, then run the same command again."))
+        if kept and isinstance(error, ShardstoreError):
+            hint = f"What is finished is kept in {self.place.partial}: the same command goes on with it."
+            error.problem = replace(error.problem, hint=f"{error.problem.hint} {hint}" if error.problem.hint else hint)
+        return error
 
     def _bad_source(self, all_bad: bool) -> SourceError:
-        shown = self.rejects[: self.options.max_errors]
+        shown = [self.rejects[n] for n in sorted(self.rejects)][: self.options.max_errors]
         count = f"{len(self.rejects)} bad file{'s' if len(self.rejects) != 1 else ''}"
         if len(self.rejects) >= self.options.max_errors:
             count = f"at least {count}"
-        hint = "Mend or remove them, or leave them out with --on-error skip (on_error='skip'). Nothing was written."
+        hint = "Mend or remove them, or leave them out with --on-error skip (on_error='skip')."
         if all_bad:
-            count, hint = f"no good file at all, {count}", "Nothing was written."
+            count, hint = f"no good file at all, {count}", "See what is said of each."
         return SourceError(Problem(f"{count} in the source", hint=hint), shown)
 
     def _finish(self, plan: Plan) -> Schema:
         """Write index and metadata, and prove that they agree."""
-        root, results = self.place.root, [self.done[shard] for shard in range(plan.schema.shards)]
+        root, results = self.place.root, [self.done[shard][1] for shard in range(plan.schema.shards)]
+        self.place.keep_only(path for result in results for path in shard_files(plan.schema, result.shard))
         shards, tables = _tables(plan.schema, results)
         name = os.path.basename(self.place.path) if plan.schema.container == "hdf5" else ""
         schema = replace(plan.schema, name=name, fingerprint=fingerprint(plan.schema, shards))
         items = {name: counts.tolist() for name, counts in plan.items.items()}
         formats.load(schema.container).finish(root, schema, items, self.place.main)
         if self.rejects:
-            lines = [json.dumps(p.to_dict()) + "\n" for p in self.rejects]
+            lines = [json.dumps(self.rejects[n].to_dict()) + "\n" for n in sorted(self.rejects)]
             write_file(f"{root}/{REJECTS}", "".join(lines).encode())
         schema = replace(schema, files=_other_files(root, schema, self.place.main))
         schema = write_index(root, schema, shards, tables)

@@ -252,6 +252,13 @@ def is_named_so(name: str, format: str) -> bool:
     return Image.registered_extensions().get(os.path.splitext(name)[1].lower()) == format
 
 
+def pillow_version() -> str:
+    """What resized pictures depend on, beside their source."""
+    from PIL import __version__
+
+    return __version__
+
+
 @functools.cache
 def suffixes() -> frozenset[str]:
     """All file name endings (lower case, with the dot) of pictures that Pillow can open here."""

@@ -53,6 +53,7 @@ shards, one external link a shard), and shards and index lie in ``NAME.h5.shards
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,6 +104,14 @@ class Index:
         """The bytes of all files of the store."""
         others = sum(size for size, _ in (self.schema.files or {}).values())
         return int(self.shards["size"].sum()) + others + os.path.getsize(f"{self.root}/{JSON_NAME}")
+
+    def rejects(self) -> list[dict[str, Any]]:
+        """What is known of the bad files that were left out: a :class:`shardstore.Problem` as a dict each."""
+        path = f"{self.root}/{REJECTS}"
+        if not os.path.exists(path):
+            return []
+        with open(path, encoding="ascii") as f:
+            return [json.loads(line) for line in f]
 
     def check_unchanged(self) -> None:
         """Raise DamagedStoreError if another store has taken this one's place since it was opened."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from shardstore.errors import Problem, ShardstoreError
@@ -34,18 +36,23 @@ class Pool:
         self.workers = workers or cores
         self._given = executor
         self._own: Executor | None = None
+        self._end: Connection | None = None
 
     def __enter__(self) -> Pool:
         if self._given is None and self.workers > 1:
-            self._own = ProcessPoolExecutor(self.workers, initializer=_begin_worker)
+            ended, self._end = multiprocessing.Pipe(duplex=False)
+            self._own = ProcessPoolExecutor(self.workers, initializer=_begin_worker, initargs=(ended,))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(at_once=kind is not None)
 
-    def close(self) -> None:
-        """End the processes that are this pool's own."""
+    def close(self, at_once: bool = False) -> None:
+        """End the processes that are this pool's own: with their tasks done, or in the middle of them."""
         if self._own is not None:
+            if at_once and self._end is not None:
+                self._end.send_bytes(b"end")  # nobody reads it: all see that there is something to read
+                self._end = None
             self._own.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
@@ -68,7 +75,9 @@ class Pool:
             hint = "It may have run out of memory: try fewer --workers, then run the command again."
             raise ShardstoreError(Problem("a worker process died", hint=hint)) from error
         finally:
-            wait([future for future in waiting if not future.cancel()])
+            running = [future for future in waiting if not future.cancel()]
+            if self._own is None:  # it cannot be ended, and nobody may write into a folder that is given up
+                wait(running)
 
 
 def ahead(function: Callable[[_T], _R], tasks: Iterable[_T], threads: int) -> Iterator[_R]:
@@ -87,14 +96,16 @@ def ahead(function: Callable[[_T], _R], tasks: Iterable[_T], threads: int) -> It
         executor.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
-    """Leave Ctrl-C, which goes to all processes of a terminal, to the parent; and end when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _begin_worker(ended: Connection) -> None:
+    """Leave signals, which may go to all processes of a terminal or job, to the parent; and end when the parent is
+    gone, or says so."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(ended,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(ended: Connection) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()
-        os._exit(1)  # what is half written lies in the .partial folder, for the next run to remove
+        multiprocessing.connection.wait([parent.sentinel, ended])
+        os._exit(1)  # what is half written lies in the .partial folder, for the next run to write anew

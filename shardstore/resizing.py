@@ -3,18 +3,21 @@ files beside the store to be; after that they are copied like those of any sourc
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardstore import images
+from shardstore import images, ledger
 from shardstore.errors import Problem, SourceError
+from shardstore.files import checksum_file
 from shardstore.options import ConvertOptions
 from shardstore.plan import picture_field
 from shardstore.pool import Pool, Progress
 from shardstore.sources import Numbers, Source
 from shardstore.sources.resized import ResizedSource, spool_path
+from shardstore.target import Target
 from shardstore.write import check_picture
 
 _PART = 128  # pictures made in one task: about a second's work
@@ -28,12 +31,12 @@ class Resized:
     Attributes:
         source: its good samples, with the pictures to store.
         resized: how many of these were resized; the others are as they were.
-        rejects: what is wrong with the rest.
+        rejects: what is wrong with the rest, by number in the source.
     """
 
     source: Source
     resized: int
-    rejects: list[Problem]
+    rejects: dict[int, Problem]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _Task:
     source: Source
     options: ConvertOptions
     max_errors: int
+    ledger: str
 
 
 @dataclass(frozen=True)
@@ -53,31 +57,30 @@ class _Part:
     rejects: tuple[tuple[int, Problem], ...]
 
 
-def resize_all(source: Source, options: ConvertOptions, pool: Pool, folder: str, progress: Progress) -> Resized:
-    """Make the pictures to store of all samples and put them into files in ``folder``, which is made."""
-    os.makedirs(folder)
+def resize_all(source: Source, options: ConvertOptions, pool: Pool, place: Target, progress: Progress) -> Resized:
+    """Make the pictures to store of all samples and put them into files in ``place.spool``."""
+    folder = place.spool
     sizes, offsets = np.full(len(source), -1, np.int64), np.zeros(len(source), np.int64)
     parts = np.arange(len(source)) // _PART
     limit = options.max_errors if options.on_error == "stop" else len(source)
     ranges = [np.arange(a, min(a + _PART, len(source))) for a in range(0, len(source), _PART)]
-    tasks = (_Task(folder, part, source.take(r), options, limit) for part, r in enumerate(ranges))
+    tasks = (_Task(folder, part, source.take(r), options, limit, place.ledger) for part, r in enumerate(ranges))
     done, resized = 0, 0
-    found: list[tuple[int, Problem]] = []
+    found: dict[int, Problem] = {}
     progress(0, len(source))
     for result in pool.run(_resize_part, tasks):
         here = ranges[result.part]
         sizes[here], used = result.sizes, result.sizes.clip(0)
         offsets[here] = np.cumsum(used) - used
         resized += result.resized
-        found += [(int(here[0]) + number, problem) for number, problem in result.rejects]
+        found |= {int(here[0]) + number: problem for number, problem in result.rejects}
         done += len(here)
         progress(done, len(source))
         if len(found) >= limit:
             break
     good = np.flatnonzero(sizes >= 0)
     made = ResizedSource(source, _picture_name(source), folder, parts, offsets, sizes)
-    problems = [problem for _, problem in sorted(found, key=lambda pair: pair[0])]
-    return Resized(made.take(good) if len(good) < len(source) else made, resized, problems)
+    return Resized(made.take(good) if len(good) < len(source) else made, resized, found)
 
 
 def estimate(source: Source, options: ConvertOptions) -> Source:
@@ -98,7 +101,26 @@ def estimate(source: Source, options: ConvertOptions) -> Source:
 
 
 def _resize_part(task: _Task) -> _Part:
-    """Make the pictures of a few samples, one file of them all. Runs in a worker process."""
+    """Make the pictures of a few samples, or find that an earlier run has. Runs in a worker process."""
+    path, signature = spool_path(task.folder, task.part), _signature(task)
+    found = ledger.load(task.ledger, signature) if signature else None
+    if found is not None and os.path.exists(path) and checksum_file(path) == tuple(found["spool"].tolist()):
+        return _Part(task.part, found["sizes"], int(found["resized"]), ())
+    part = _made_part(task)
+    if signature and not part.rejects:
+        numbers = {"sizes": part.sizes, "resized": np.array(part.resized), "spool": np.array(checksum_file(path))}
+        ledger.save(task.ledger, signature, numbers)
+    return part
+
+
+def _signature(task: _Task) -> str:
+    identity = task.source.identity()
+    made = (images.pillow_version(), task.options.resize_short, task.options.check, task.part, identity)
+    return identity and hashlib.sha256(repr(made).encode()).hexdigest()
+
+
+def _made_part(task: _Task) -> _Part:
+    """One file of all the pictures."""
     sizes, resized = np.full(len(task.source), -1, np.int64), 0
     rejects: list[tuple[int, Problem]] = []
     with open(spool_path(task.folder, task.part), "wb") as f:

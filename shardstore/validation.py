@@ -19,7 +19,7 @@ from shardstore import formats, images, prove
 from shardstore.chunks import Reader
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
 from shardstore.files import checksum_file, crc32c
-from shardstore.index import JSON_NAME, REJECTS, Index, lacks_description, load
+from shardstore.index import JSON_NAME, Index, lacks_description, load
 from shardstore.plan import Recipe
 from shardstore.pool import Pool, Progress
 from shardstore.schema import Field, shard_files
@@ -261,7 +261,7 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
     if "key.data" not in schema.array_names:
         raise OptionError(Problem("a store without keys cannot be compared with a folder", index.path))
     numbers = {folder.keys.encoded(i): i for i in range(len(folder))}
-    rejected = _rejected(index)
+    rejected = {line["key"] for line in index.rejects()}
     pixels = tuple(f.content == "image" and f.kind != "bytes" for f in schema.fields)
     size = schema.options.get("size")
     short = schema.options.get("resize_short")
@@ -300,13 +300,3 @@ def _made_otherwise(source: bytes, made: bytes, stored: bytes) -> bool:
         return np.array_equal(images.decode(made), images.decode(stored))
     except ImageError:
         return False
-
-
-def _rejected(index: Index) -> set[str]:
-    import json
-
-    path = f"{index.root}/{REJECTS}"
-    if not os.path.isfile(path):
-        return set()
-    with open(path, encoding="ascii") as f:
-        return {json.loads(line)["key"] for line in f}

@@ -5,20 +5,23 @@ A :class:`Task` goes to the worker, a :class:`ShardResult` comes back; pixels ne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from shardstore import formats, images
+from shardstore import formats, images, ledger
 from shardstore.codecs import encode
 from shardstore.errors import OptionError, Problem, SourceError
-from shardstore.files import checksum_file, crc32c
+from shardstore.files import checksum_file, crc32c, sync_folder
 from shardstore.options import Check
 from shardstore.plan import Recipe, chunk_room
 from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
 from shardstore.sources import Source
+
+_PER_FILE = ("size", "crc32c", "content")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Task:
         shard: its number.
         items: the items of each array in this shard, by the plan.
         max_errors: stop after so many bad samples.
+        ledger: the folder of records.
+        signature: of all that goes into the shard; empty where that cannot be known.
     """
 
     root: str
@@ -42,6 +47,8 @@ class Task:
     shard: int
     items: Mapping[str, int]
     max_errors: int
+    ledger: str
+    signature: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class ShardResult:
         tables: for each array the rows of its chunk table.
         size, crc32c: of each file.
         content: of each field: see :mod:`shardstore.index`.
+        reused: an earlier run had written it.
     """
 
     shard: int
@@ -64,10 +72,38 @@ class ShardResult:
     size: tuple[int, ...] = ()
     crc32c: tuple[int, ...] = ()
     content: tuple[int, ...] = ()
+    reused: bool = False
 
 
 def write_shard(task: Task) -> ShardResult:
-    """Write one shard. Bad samples come back in the result; only what makes going on senseless is raised."""
+    """Write one shard, or find that an earlier run has. Bad samples come back in the result; only what makes going on
+    senseless is raised."""
+    result = _recalled(task) or _written(task)
+    if task.signature and not result.rejects and not result.reused:
+        for path in shard_files(task.schema, task.shard):
+            sync_folder(os.path.dirname(f"{task.root}/{path}"))
+        numbers = {name: np.array(getattr(result, name)) for name in ("samples", *_PER_FILE)}
+        ledger.save(task.ledger, task.signature, numbers | {f"table{i}": t for i, t in enumerate(result.tables)})
+    return result
+
+
+def _recalled(task: Task) -> ShardResult | None:
+    """What an earlier run has noted of this very shard, if its files are still those that it wrote."""
+    found = ledger.load(task.ledger, task.signature) if task.signature else None
+    if found is None:
+        return None
+    try:
+        tables = tuple(found[f"table{i}"] for i in range(len(task.schema.arrays)))
+        size, crc, content = (tuple(found[name].tolist()) for name in _PER_FILE)
+        files = [checksum_file(f"{task.root}/{path}") for path in shard_files(task.schema, task.shard)]
+    except (OSError, KeyError):
+        return None
+    if files != list(zip(size, crc, strict=True)):
+        return None
+    return ShardResult(task.shard, int(found["samples"]), (), tables, size, crc, content, reused=True)
+
+
+def _written(task: Task) -> ShardResult:
     writer = formats.load(task.schema.container).ShardWriter(task.root, task.schema, task.shard, task.items)
     rejects: list[tuple[int, Problem]] = []
     try:

@@ -33,6 +33,12 @@ def hook(event, args):
                 commits.append(seen)
             if seen == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
+        return
+    if event == "ctypes.dlsym" and args[1] in ("renameat2", "renamex_np"):  # before two names are exchanged
+        seen += 1
+        commits.append(seen)
+        if seen == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(hook)
 shardstore.convert(source, target, workers=1, **options)
 print(json.dumps([seen, commits]))

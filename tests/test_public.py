@@ -57,6 +57,8 @@ FLOORS = {
     "formats": 3,
     "prove": 4,
     "chunks": 4,
+    "ledger": 2,
+    "summary": 7,
     "target": 4,
     "sources": 5,
     "stacking": 2,

@@ -59,7 +59,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("options", [{}, {"size": 24}, {"store": "pixels"}, {"shuffle": True}], ids=str)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_stop_lists_every_bad_file_and_leaves_nothing(
+def test_stop_lists_every_bad_file_and_keeps_what_is_finished(
     options: dict[str, Any], workers: int, mixed_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "new").mkdir()
@@ -69,7 +69,14 @@ def test_stop_lists_every_bad_file_and_leaves_nothing(
     assert all(problem.what for problem in caught.value.problems)
     assert "7 bad files" in str(caught.value)
     assert "skip" in str(caught.value)
-    assert names(tmp_path / "new") == []
+    kept = names(tmp_path / "new") == ["out.partial"]  # there may be a bad file in every shard
+    assert kept == ("out.partial: the same command goes on" in str(caught.value))
+    assert names(tmp_path / "new") == ["out.partial"] * kept
+    summary = shardstore.convert(
+        mixed_dir, tmp_path / "new" / "out", samples_per_shard=5, workers=workers, on_error="skip", **options
+    )
+    assert bool(summary.reused) == kept
+    assert names(tmp_path / "new") == ["out"]
 
 
 def test_bad_files_are_listed_in_the_order_of_the_source(mixed_dir: Path, tmp_path: Path) -> None:

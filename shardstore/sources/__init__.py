@@ -56,6 +56,10 @@ class Source(Protocol):
             SourceError: this sample cannot be read.
         """
 
+    def identity(self) -> str:
+        """A checksum of what these samples are read from, changed files included, without reading them; empty where it
+        cannot be known."""
+
     def key(self, number: int) -> str:
         """The name of a sample for people: its key, or its number."""
 

@@ -8,6 +8,7 @@ left out is noted. Links are followed, but not into a folder that contains them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from shardstore.errors import Problem, SourceError
 from shardstore.schema import Field
 from shardstore.sources import Numbers
 from shardstore.sources.strings import Strings
+
+_File = tuple[str, int, int]  # name, bytes, time of the last change in ns
 
 _SNIFF_BYTES = 64
 _LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"}  # what macOS, Windows and NAS boxes leave in folders
@@ -37,6 +40,7 @@ class FolderSource:
     keys: Strings
     labels: Numbers
     sizes: Numbers
+    times: Numbers  # of the last change, in ns
     classes: tuple[str, ...] | None
     notes: list[str]
     in_process: bool = False
@@ -58,7 +62,7 @@ class FolderSource:
             names = sorted(folders)
             for label, name in enumerate(names):
                 found.add_class(label, name)
-            pictures = [name for name, _ in loose if found.is_picture(f"{root}/{name}")]
+            pictures = [name for name, *_ in loose if found.is_picture(f"{root}/{name}")]
             if pictures:
                 found.note("files loose in the root have no class and were left out", pictures)
         else:
@@ -73,6 +77,7 @@ class FolderSource:
             Strings.pack(found.keys),
             np.array(found.labels, np.int64),
             np.array(found.sizes, np.int64),
+            np.array(found.times, np.int64),
             tuple(names) if names else None,
             found.finish_notes(),
         )
@@ -87,8 +92,8 @@ class FolderSource:
 
     def take(self, numbers: Numbers) -> FolderSource:
         """These files, in this order."""
-        keys = self.keys.take(numbers)
-        return replace(self, keys=keys, labels=self.labels[numbers], sizes=self.sizes[numbers], notes=[])
+        rows = {name: getattr(self, name)[numbers] for name in ("labels", "sizes", "times")}
+        return replace(self, keys=self.keys.take(numbers), notes=[], **rows)
 
     def lengths(self, name: str) -> Numbers:
         """Bytes of each file, or of each key."""
@@ -112,6 +117,13 @@ class FolderSource:
             raise SourceError(replace(what, got=f"{len(data)}"))
         return data
 
+    def identity(self) -> str:
+        """Of names, sizes and times of change."""
+        total = hashlib.sha256(self.root.encode("utf-8", "surrogateescape"))
+        for array in (self.keys.ends, self.keys.data, self.labels, self.sizes, self.times):
+            total.update(array.tobytes())
+        return total.hexdigest()
+
     def key(self, number: int) -> str:
         """The path below the root."""
         return self.keys[number]
@@ -125,10 +137,11 @@ class _Found:
         self.keys: list[str] = []
         self.labels: list[int] = []
         self.sizes: list[int] = []
+        self.times: list[int] = []
         self._suffixes = images.suffixes()
         self._notes: dict[str, list[str]] = {}
 
-    def listing(self, folder: str) -> tuple[list[str], list[tuple[str, int]]]:
+    def listing(self, folder: str) -> tuple[list[str], list[_File]]:
         try:
             return _list(folder)
         except OSError as error:
@@ -151,12 +164,13 @@ class _Found:
         if len(self.keys) == before:
             self.note("class folders hold no picture", [name])
 
-    def add(self, label: int, prefix: str, files: list[tuple[str, int]]) -> None:
-        for name, size in sorted(files):
+    def add(self, label: int, prefix: str, files: list[_File]) -> None:
+        for name, size, changed in sorted(files):
             if self.is_picture(f"{self.root}/{prefix}{name}"):
                 self.keys.append(prefix + name)
                 self.labels.append(label)
                 self.sizes.append(size)
+                self.times.append(changed)
             else:
                 self.note("files are no pictures and were left out", [prefix + name])
 
@@ -170,10 +184,11 @@ class _Found:
             return False
 
 
-def _list(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """Sub-folders, and files with sizes (0 for what cannot be looked at: reading it will say why); no pipes, sockets
+def _list(folder: str) -> tuple[list[str], list[_File]]:
+    """Sub-folders, and files (size and time 0 for what cannot be looked at: reading it will say why); no pipes, sockets
     or devices."""
-    folders, files = [], []
+    folders: list[str] = []
+    files: list[_File] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _LITTER:
@@ -181,12 +196,12 @@ def _list(folder: str) -> tuple[list[str], list[tuple[str, int]]]:
             try:
                 info = entry.stat()
             except OSError:  # a link to nothing, or to itself
-                files.append((entry.name, 0))
+                files.append((entry.name, 0, 0))
                 continue
             if stat.S_ISDIR(info.st_mode):
                 folders.append(entry.name)
             elif stat.S_ISREG(info.st_mode):  # a pipe would be waited for without end
-                files.append((entry.name, info.st_size))
+                files.append((entry.name, info.st_size, info.st_mtime_ns))
     return folders, files
 
 

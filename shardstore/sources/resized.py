@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +70,12 @@ class ResizedSource:
     def lengths(self, field: str) -> Numbers:
         """Bytes of each new picture; of other fields as the source."""
         return self.sizes if field == self.picture else self.source.lengths(field)
+
+    def identity(self) -> str:
+        """As the source, and where the pictures lie."""
+        rows = b"".join(getattr(self, name).tobytes() for name in ("parts", "offsets", "sizes"))
+        before = self.source.identity()
+        return before and hashlib.sha256(before.encode() + rows).hexdigest()
 
     def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """The source's values and the new picture."""

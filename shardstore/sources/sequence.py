@@ -77,6 +77,10 @@ class SequenceSource:
         column = [f.name for f in self.fields].index(field)
         return np.asarray(self.counts[self.numbers, column])
 
+    def identity(self) -> str:
+        """Nothing: what a Python object answers may change."""
+        return ""
+
     def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """The values of one sample."""
         i = int(self.numbers[number])

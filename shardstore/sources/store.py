@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +55,11 @@ class StoreSource:
     def lengths(self, field: str) -> Numbers:
         """Elements of each sample of a bytes or ragged field."""
         return self.reader.lengths(field)[self.numbers]
+
+    def identity(self) -> str:
+        """Of the store's content and the samples' numbers."""
+        fingerprint = self.reader.index.schema.fingerprint
+        return hashlib.sha256(fingerprint.encode() + self.numbers.tobytes()).hexdigest()
 
     def read(self, number: int, without: str = "") -> tuple[Any, ...]:
         """The values of one sample."""
