@@ -81,7 +81,7 @@ def convert(
             return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
         job = _Job(place, pool, chosen, progress or (lambda done, total: None))
         try:
-            if not place.begin(_signature(plan, chosen.resize_short, samples.identity()), chosen.overwrite):
+            if not place.begin(_signature(plan), samples.identity(), chosen.overwrite):
                 ready, plan = job.resize(samples, plan) if chosen.resize_short else (samples, plan)
                 place.commit(job.run(ready, plan, shapes).fingerprint)
         except BaseException as error:

@@ -110,15 +110,16 @@ class Target:
 
     # -- the work of one process --------------------------------------------------------------------------------------
 
-    def begin(self, plan: str, overwrite: bool) -> bool:
+    def begin(self, plan: str, source: str, overwrite: bool) -> bool:
         """Take the ``.partial`` folder: a new one, or what an interrupted run of the same plan has left.
 
         Args:
-            plan: a checksum of what is to be made.
+            plan: a checksum of how the store is to be made; what another one has left is removed.
+            source: a checksum of what it is made of.
             overwrite: as for :meth:`check`.
 
         Returns:
-            Whether all is done: a run of this plan had ended but for the renaming, which was finished now.
+            Whether all is done: a run of this plan and source had ended but for the renaming, which was finished now.
 
         Raises:
             OptionError: another process is at work here, or :meth:`check` forbids it by now.
@@ -128,13 +129,13 @@ class Target:
         if note.get("committed"):
             self._finish_commit()
             self._remove_partial()
-            if note.get("plan") == plan:
+            if (note.get("plan"), note.get("source")) == (plan, source):
                 return True
             self._take_lock()
         self.check(None, overwrite)
         if note.get("plan") != plan:
             self._empty()
-        self._write_note(plan=plan)
+        self._write_note(plan=plan, source=source)
         for folder in (self.root, os.path.dirname(self.main), self.spool, self.ledger):
             os.makedirs(folder, exist_ok=True)
         return False
