@@ -25,6 +25,8 @@ import torch
 from shardstore.memory import Array, Block, lease
 
 _SLOTS = 6  # two that wait in the queue, one being filled, two or three that the trainer holds
+_MANY_SLOTS = 32  # of small batches, for a DataLoader with a large prefetch_factor
+_SMALL = 1 << 24  # bytes of so many slots
 _LIMIT = 1 << 28  # bytes of a ring: batches of which not even three fit travel torch's way
 _PAGE = mmap.PAGESIZE
 
@@ -97,7 +99,7 @@ class _Slots:
     """One file of slots, in the worker."""
 
     def __init__(self, slot_bytes: int) -> None:
-        count = min(_SLOTS, _LIMIT // slot_bytes)
+        count = max(min(_SLOTS, _LIMIT // slot_bytes), min(_MANY_SLOTS, _SMALL // slot_bytes))
         self.slot_bytes, self.nbytes = slot_bytes, _PAGE + count * slot_bytes
         self.fd = os.memfd_create("shardstore", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.nbytes)
@@ -137,7 +139,7 @@ class _Slots:
 
 
 def _counts(memory: mmap.mmap) -> tuple[Array, Array]:
-    both = np.frombuffer(memory, np.int64, 2 * _SLOTS).reshape(2, _SLOTS)
+    both = np.frombuffer(memory, np.int64, 2 * _MANY_SLOTS).reshape(2, _MANY_SLOTS)
     return both[0], both[1]
 
 
