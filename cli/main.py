@@ -48,9 +48,12 @@ def main() -> None:
         fail(str(error))
         sys.exit(PROBLEMS if error.problems else FAILURE)
     except (click.Abort, KeyboardInterrupt) as error:
-        fail("interrupted; the same command goes on")
-        ended = isinstance(error.__cause__, Terminated)
-        sys.exit(TERMINATED if ended else INTERRUPTED)
+        cause = error.__cause__ or error
+        fail(" ".join(["interrupted.", *getattr(cause, "__notes__", ["To go on, run the same command again."])]))
+        sys.exit(TERMINATED if isinstance(cause, Terminated) else INTERRUPTED)
+    except MemoryError as error:
+        fail(" ".join(["not enough memory; try fewer --workers.", *getattr(error, "__notes__", [])]))
+        sys.exit(FAILURE)
     except (ShardstoreError, OSError) as error:
         fail(str(error))
         sys.exit(FAILURE)

@@ -7,16 +7,18 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor
+from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
 from shardstore import formats, images, ledger, order, prove
-from shardstore.errors import Problem, ShardstoreError, SourceError
-from shardstore.files import checksum_file, write_file
+from shardstore.errors import Problem, ShardstoreError, SourceError, system_problem
+from shardstore.files import checksum_file, sync_file, write_file
 from shardstore.index import JSON_NAME, REJECTS, Index, load, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, make_plan, needs_shapes, picture_field
@@ -30,6 +32,7 @@ from shardstore.write import ShardResult, Task, write_shard
 
 _PROBE_SAMPLES = 1024  # headers read in one task
 _SHUFFLE = 3  # what a derived key is for
+_MAKERS = ("shardstore", "pillow", "simplejpeg", "numcodecs", "h5py", "hdf5plugin")  # that shape the bytes of shards
 
 
 def convert(
@@ -44,7 +47,7 @@ def convert(
 
     Nothing exists at ``target`` until all of it does. The same source and options give the same bytes, whatever the
     number of workers. Interrupted, by whatever, it goes on where it was when it is called again in the same way: what
-    was finished lies in ``target.partial``. Python sequences start again.
+    was finished lies in ``target.partial``. Python sequences start again. docs/reliability.md has the promises in full.
 
     Args:
         source: a folder with one sub-folder a class, a store, or samples (``(image, label)`` tuples or dicts of
@@ -81,7 +84,9 @@ def convert(
             return Summary(os.fspath(target), plan.schema, plan.nbytes, plan.reason, [], samples.notes, 0.0, True)
         job = _Job(place, pool, chosen, progress or (lambda done, total: None))
         try:
-            if not place.begin(_signature(plan), samples.identity(), chosen.overwrite):
+            if place.begin(_signature(plan, chosen.resize_short, _makers()), samples.identity(), chosen.overwrite):
+                job.reused = load(place.path).schema.shards
+            else:
                 ready, plan = job.resize(samples, plan) if chosen.resize_short else (samples, plan)
                 place.commit(job.run(ready, plan, shapes).fingerprint)
         except BaseException as error:
@@ -89,10 +94,19 @@ def convert(
             shown = job.given_up(error)
             raise shown from (None if shown is error else error)
     made, seconds = load(place.path), time.monotonic() - started
-    bad = [Problem(**line) for line in made.rejects()]
+    bad, reused = [Problem(**line) for line in made.rejects()], (job.reused, job.reused_pictures)
     return Summary(
-        os.fspath(target), made.schema, made.nbytes, plan.reason, bad, samples.notes, seconds, reused=job.reused
+        os.fspath(target), made.schema, made.nbytes, plan.reason, bad, samples.notes, seconds, False, *reused
     )
+
+
+def _makers() -> list[str]:
+    """The versions of what makes the bytes: another version's shards are not mixed with this one's."""
+    versions = []
+    for name in _MAKERS:
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    return versions
 
 
 def _signature(plan: Plan, *further: Any) -> str:
@@ -142,12 +156,13 @@ class _Job:
         self.done: dict[int, tuple[Task, ShardResult]] = {}  # by shard
         self.rejects: dict[int, Problem] = {}  # by number in the user's source
         self.numbers: Numbers | None = None  # of the samples that resizing has left, in the user's source
-        self.reused = 0
+        self.reused = self.reused_pictures = 0
 
     def resize(self, source: Source, plan: Plan) -> tuple[Source, Plan]:
         """Make the pictures to store first, since only then their lengths are known; and the plan for them."""
         made = resize_all(source, self.options, self.pool, self.place, self.progress)
         self.rejects |= made.rejects
+        self.reused_pictures = made.reused
         self.numbers = np.delete(np.arange(len(source)), sorted(made.rejects))
         if made.rejects and (self.options.on_error == "stop" or not len(made.source)):
             raise self._bad_source(len(made.rejects) == len(source))
@@ -201,13 +216,12 @@ class _Job:
         for result in self.pool.run(write_shard, (task for task in tasks if task.shard not in same)):
             count += result.samples
             self.progress(count, plan.schema.samples)
-            self.reused += result.reused
             first = result.shard * plan.schema.shard_samples
-            for inside, problem in result.rejects:
+            for inside, problem, lasting in result.rejects:
                 number = int(good[first + inside])
                 self.rejects[number if self.numbers is None else int(self.numbers[number])] = problem
                 bad.append(first + inside)
-                if self.options.on_error == "skip":
+                if lasting and self.options.on_error == "skip":
                     ledger.note_bad(self.place.ledger, number, source.take(np.array([number])).identity(), problem)
             if not result.rejects:
                 self.done[result.shard] = tasks[result.shard], result
@@ -225,17 +239,18 @@ class _Job:
 
     def given_up(self, error: BaseException) -> BaseException:
         """The error as people should see it, after what was begun is removed, or kept where a later run can go on."""
-        kept = self.place.is_ours and ledger.any_in(self.place.ledger)
-        if kept:
-            self.place.release()
-        else:
-            self.place.discard()
+        kept = False
+        with suppress(OSError):  # of a disk that fails; what cannot be removed stays for the next run
+            kept = self.place.give_up(keep=ledger.any_in(self.place.ledger))
         if isinstance(error, OSError) and not isinstance(error, ShardstoreError):
-            what = Problem(f"the store cannot be written: {error.strerror or error}", error.filename or self.place.path)
-            error = ShardstoreError(replace(what, hint="Make room or mend that, then run the same command again."))
+            error = ShardstoreError(system_problem("the store cannot be written", error, self.place.path))
+        if isinstance(error, ShardstoreError) and isinstance(error.__cause__, BrokenExecutor):
+            error.problem = replace(error.problem, path=self.place.path)
+        hint = f"What is finished is kept in {self.place.partial}: the same command goes on with it."
         if kept and isinstance(error, ShardstoreError):
-            hint = f"What is finished is kept in {self.place.partial}: the same command goes on with it."
             error.problem = replace(error.problem, hint=f"{error.problem.hint} {hint}" if error.problem.hint else hint)
+        elif kept:
+            error.add_note(hint)  # the command line shows it
         return error
 
     def _bad_source(self, all_bad: bool) -> SourceError:
@@ -251,6 +266,7 @@ class _Job:
     def _finish(self, plan: Plan) -> Schema:
         """Write index and metadata, and prove that they agree."""
         root, results = self.place.root, [self.done[shard][1] for shard in range(plan.schema.shards)]
+        self.reused = sum(result.reused for result in results)
         self.place.keep_only(path for result in results for path in shard_files(plan.schema, result.shard))
         shards, tables = _tables(plan.schema, results)
         name = os.path.basename(self.place.path) if plan.schema.container == "hdf5" else ""
@@ -284,9 +300,10 @@ def _tables(schema: Schema, results: list[ShardResult]) -> tuple[Table, list[Tab
 
 def _other_files(root: str, schema: Schema, main: str) -> dict[str, tuple[int, int]]:
     """Size and checksum of what is neither shard nor index: container metadata, the list of rejects."""
-    found = {".h5": checksum_file(main)} if schema.container == "hdf5" else {}
+    found = {".h5": checksum_file(main)} if schema.container == "hdf5" else {}  # durable already
     described = [field.name for field in schema.fields] + [array.name.replace(".", "/") for array in schema.arrays]
     for name in (REJECTS, "zarr.json", *(f"{path}/zarr.json" for path in described)):
         if os.path.isfile(f"{root}/{name}"):
+            sync_file(f"{root}/{name}")  # zarr-python does not
             found[name] = checksum_file(f"{root}/{name}")
     return found

@@ -16,6 +16,8 @@ Each error carries a :class:`Problem` (``error.problem``): what, where, expected
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -61,6 +63,26 @@ class Problem:
 def printable(text: str) -> str:
     """``text`` with undecodable bytes of file names (lone surrogates) shown as ``\\xNN``, so that it can be printed."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+# What people can do about errors of the system.
+_REMEDIES = {
+    errno.ENOSPC: "Make room on that disk",
+    errno.EDQUOT: "Make room: this user may not write more there",
+    errno.EFBIG: "Raise the largest size of a file (`ulimit -f`), or make smaller shards (--shard-size)",
+    errno.EMFILE: "Raise the number of files that a process may have open (`ulimit -n`)",
+    errno.ENFILE: "End programs that have many files open",
+    errno.EROFS: "Choose a target that can be written",
+    errno.EACCES: "Choose a target that this user may write, or mend its permissions",
+    errno.EPERM: "Choose a target that this user may write, or mend its permissions",
+}
+
+
+def system_problem(what: str, error: OSError, path: str) -> Problem:
+    """An error of the system for people; ``path`` for where it names none."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    hint = _REMEDIES.get(error.errno or 0, "Mend that")
+    return Problem(f"{what}: {reason}", error.filename or path, hint=f"{hint}, then run the same command again.")
 
 
 class ShardstoreError(Exception):

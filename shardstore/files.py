@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ _PIECE_SECONDS = 10e-6  # allowed for each piece besides; a disk takes 50 and mo
 _STAY = 16  # reads after a slow one that are still announced: these are quick for that very reason
 _AT_ONCE = 8  # a thread reads pieces of an eighth of them at once: so many threads find some of their own
 _COPY_BYTES = 1 << 20
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # of a file system that syncs no folders
 _AT_FDCWD, _EXCHANGE = -100, 2  # linux/fs.h: RENAME_EXCHANGE; macOS's stdio.h: RENAME_SWAP
 
 
@@ -45,15 +47,24 @@ def checksum_file(path: str | Path) -> tuple[int, int]:
 
 
 def sync_folder(path: str | Path) -> None:
-    """Make renames inside a folder durable (a no-op where folders cannot be opened, as on Windows)."""
+    """Make renames inside a folder durable (a no-op where folders cannot be opened or synced, as on Windows)."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
         return
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(fd)
+
+
+def sync_file(path: str | Path) -> None:
+    """Make what another library wrote into a file durable."""
+    with open(path, "rb+") as f:  # Windows syncs no file that was opened for reading only
+        os.fsync(f.fileno())
 
 
 def exchange(a: str, b: str) -> bool:

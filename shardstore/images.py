@@ -107,6 +107,8 @@ def decode(data: bytes) -> Array:
     with _opened(data) as image:
         try:
             return from_pil(image)
+        except MemoryError:
+            raise  # no fault of the picture
         except Exception as error:  # Pillow's plugins raise whatever they meet: OSError, SyntaxError, struct.error, …
             raise ImageError(_reason(error)) from error
 
@@ -289,6 +291,8 @@ def _opened(data: bytes) -> PilImage.Image:
         with _quiet, warnings.catch_warnings():  # which is not made for threads
             warnings.simplefilter("ignore")  # broken metadata beside good pixels is no news to a loader
             return Image.open(io.BytesIO(data))
+    except MemoryError:
+        raise  # no fault of the picture
     except Exception as error:
         raise ImageError(_reason(error)) from error
 

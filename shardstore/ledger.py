@@ -2,7 +2,8 @@
 
 A record has the name of a checksum of all that went into a shard (see ``conversion.py``), so that a run only finds what
 it would make again. Records are arrays in ``.npz`` files (no pickle), written when what they tell of is durable; bad
-samples stand in a file of JSON lines. What is cut or strange counts as not there.
+samples stand in a file of JSON lines, if their bytes are what is wrong (what could not be read may be read another
+time). What is cut or strange counts as not there.
 """
 
 from __future__ import annotations

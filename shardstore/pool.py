@@ -18,12 +18,14 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from shardstore.errors import Problem, ShardstoreError
 
 Progress = Callable[[int, int], None]  # called with (samples done, samples in all)
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -40,8 +42,11 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self._given is None and self.workers > 1:
-            ended, self._end = multiprocessing.Pipe(duplex=False)
-            self._own = ProcessPoolExecutor(self.workers, initializer=_begin_worker, initargs=(ended,))
+            try:
+                ended, self._end = multiprocessing.Pipe(duplex=False)
+                self._own = ProcessPoolExecutor(self.workers, initializer=_begin_worker, initargs=(ended,))
+            except (OSError, ImportError) as error:  # ImportError: a system without semaphores
+                raise _no_worker(error) from error
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -64,7 +69,7 @@ class Pool:
         waiting: set[Future[_R]] = set()
         try:
             for task in tasks:
-                waiting.add(executor.submit(function, task))
+                waiting.add(self._submit(executor, function, task))
                 if len(waiting) >= 2 * self.workers:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
@@ -78,6 +83,35 @@ class Pool:
             running = [future for future in waiting if not future.cancel()]
             if self._own is None:  # it cannot be ended, and nobody may write into a folder that is given up
                 wait(running)
+
+    def _submit(self, executor: Executor, function: Callable[[_T], _R], task: _T) -> Future[_R]:
+        if executor is not self._own:
+            return executor.submit(function, task)
+        # It may start processes. Signals wait until these know that they leave them to the parent.
+        try:
+            with _signals_held():
+                return executor.submit(function, task)
+        except BrokenExecutor:
+            raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+            raise _no_worker(error) from error
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _no_worker(error: Exception) -> ShardstoreError:
+    hint = "--workers 1 needs none. Otherwise see to memory, /dev/shm, and the limits on processes and open files."
+    return ShardstoreError(Problem(f"no worker process could be started: {error}", hint=hint))
 
 
 def ahead(function: Callable[[_T], _R], tasks: Iterable[_T], threads: int) -> Iterator[_R]:
@@ -99,8 +133,10 @@ def ahead(function: Callable[[_T], _R], tasks: Iterable[_T], threads: int) -> It
 def _begin_worker(ended: Connection) -> None:
     """Leave signals, which may go to all processes of a terminal or job, to the parent; and end when the parent is
     gone, or says so."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
     threading.Thread(target=_end_with_parent, args=(ended,), daemon=True).start()
 
 

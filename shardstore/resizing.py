@@ -4,13 +4,14 @@ files beside the store to be; after that they are copied like those of any sourc
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardstore import images, ledger
-from shardstore.errors import Problem, SourceError
+from shardstore.errors import ImageError, Problem, SourceError
 from shardstore.files import checksum_file
 from shardstore.options import ConvertOptions
 from shardstore.plan import picture_field
@@ -32,11 +33,13 @@ class Resized:
         source: its good samples, with the pictures to store.
         resized: how many of these were resized; the others are as they were.
         rejects: what is wrong with the rest, by number in the source.
+        reused: pictures that an interrupted run had made.
     """
 
     source: Source
     resized: int
     rejects: dict[int, Problem]
+    reused: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class _Part:
     sizes: Numbers  # of each picture; -1 for a bad one
     resized: int
     rejects: tuple[tuple[int, Problem], ...]
+    lasting: bool = True  # nothing but the pictures' bytes is wrong with the bad ones
+    reused: bool = False
 
 
 def resize_all(source: Source, options: ConvertOptions, pool: Pool, place: Target, progress: Progress) -> Resized:
@@ -65,7 +70,7 @@ def resize_all(source: Source, options: ConvertOptions, pool: Pool, place: Targe
     limit = options.max_errors if options.on_error == "stop" else len(source)
     ranges = [np.arange(a, min(a + _PART, len(source))) for a in range(0, len(source), _PART)]
     tasks = (_Task(folder, part, source.take(r), options, limit, place.ledger) for part, r in enumerate(ranges))
-    done, resized = 0, 0
+    done, resized, reused = 0, 0, 0
     found: dict[int, Problem] = {}
     progress(0, len(source))
     for result in pool.run(_resize_part, tasks):
@@ -73,6 +78,7 @@ def resize_all(source: Source, options: ConvertOptions, pool: Pool, place: Targe
         sizes[here], used = result.sizes, result.sizes.clip(0)
         offsets[here] = np.cumsum(used) - used
         resized += result.resized
+        reused += len(here) * result.reused
         found |= {int(here[0]) + number: problem for number, problem in result.rejects}
         done += len(here)
         progress(done, len(source))
@@ -80,7 +86,7 @@ def resize_all(source: Source, options: ConvertOptions, pool: Pool, place: Targe
             break
     good = np.flatnonzero(sizes >= 0)
     made = ResizedSource(source, _picture_name(source), folder, parts, offsets, sizes)
-    return Resized(made.take(good) if len(good) < len(source) else made, resized, found)
+    return Resized(made.take(good) if len(good) < len(source) else made, resized, found, reused)
 
 
 def estimate(source: Source, options: ConvertOptions) -> Source:
@@ -105,11 +111,13 @@ def _resize_part(task: _Task) -> _Part:
     path, signature = spool_path(task.folder, task.part), _signature(task)
     found = ledger.load(task.ledger, signature) if signature else None
     if found is not None and os.path.exists(path) and checksum_file(path) == tuple(found["spool"].tolist()):
-        return _Part(task.part, found["sizes"], int(found["resized"]), ())
+        rejects = tuple((number, Problem(**problem)) for number, problem in json.loads(bytes(found["rejects"])))
+        return _Part(task.part, found["sizes"], int(found["resized"]), rejects, reused=True)
     part = _made_part(task)
-    if signature and not part.rejects:
+    if signature and part.lasting and len(part.rejects) < task.max_errors:
+        rejects_json = json.dumps([(number, problem.to_dict()) for number, problem in part.rejects]).encode()
         numbers = {"sizes": part.sizes, "resized": np.array(part.resized), "spool": np.array(checksum_file(path))}
-        ledger.save(task.ledger, signature, numbers)
+        ledger.save(task.ledger, signature, {**numbers, "rejects": np.frombuffer(rejects_json, np.uint8)})
     return part
 
 
@@ -121,7 +129,7 @@ def _signature(task: _Task) -> str:
 
 def _made_part(task: _Task) -> _Part:
     """One file of all the pictures."""
-    sizes, resized = np.full(len(task.source), -1, np.int64), 0
+    sizes, resized, lasting = np.full(len(task.source), -1, np.int64), 0, True
     rejects: list[tuple[int, Problem]] = []
     with open(spool_path(task.folder, task.part), "wb") as f:
         for number in range(len(task.source)):
@@ -130,13 +138,14 @@ def _made_part(task: _Task) -> _Part:
             except SourceError as error:
                 problem = error.problem
                 rejects.append((number, replace(problem, key=problem.key or task.source.key(number))))
+                lasting &= isinstance(error, ImageError)
                 if len(rejects) >= task.max_errors:
                     break
                 continue
             f.write(data)
             sizes[number] = len(data)
             resized += changed
-    return _Part(task.part, sizes, resized, tuple(rejects))
+    return _Part(task.part, sizes, resized, tuple(rejects), lasting)
 
 
 def _make(source: Source, number: int, options: ConvertOptions) -> tuple[bytes, bool]:

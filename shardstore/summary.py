@@ -25,6 +25,7 @@ class Summary:
         seconds: it took.
         dry_run: nothing was written.
         reused: shards that an interrupted run of the same conversion had finished.
+        reused_pictures: pictures that it had resized.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Summary:
     seconds: float
     dry_run: bool = False
     reused: int = 0
+    reused_pictures: int = 0
 
     def __str__(self) -> str:
         """Three lines, and one for each note."""
@@ -54,8 +56,11 @@ class Summary:
             lines.append(f"left out: {bad}, listed in {REJECTS}; the first: {self.rejects[0]}")
         else:
             lines.append("left out: not known before the files are read" if self.dry_run else "left out: no bad files")
-        if self.reused:
-            lines.append(f"reused: {self.reused} of {s.shards} shards, which an interrupted run had finished")
+        shards = f"{self.reused:,} of {s.shards:,} shard{'s' if s.shards > 1 else ''}" if self.reused else ""
+        pictures = f"{self.reused_pictures:,} resized pictures" if self.reused_pictures else ""
+        if shards or pictures:
+            both = " and ".join(filter(None, (shards, pictures)))
+            lines.append(f"reused: {both}, which an interrupted run had finished")
         return "\n".join(lines + [f"note: {printable(note)}" for note in self.notes])
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,4 +81,5 @@ class Summary:
             "seconds": round(self.seconds, 3),
             "dry_run": self.dry_run,
             "reused": self.reused,
+            "reused_pictures": self.reused_pictures,
         }

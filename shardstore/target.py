@@ -2,7 +2,8 @@
 
 The ``.partial`` folder holds the store to be, records of what is finished (:mod:`shardstore.ledger`), a lock that one
 living process has, and a note with two lines: for people, and what the folder is for. From the moment that the note
-says ``committed``, all is there and only names have to change: each step of that may be done again by a later run.
+says ``committed``, all is there and only names have to change: each step of that may be done again by a later run. At
+the end the note gets another name and goes last, so that a run which is interrupted there is known to be done.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import filelock
 
 from shardstore.errors import NoStoreError, OptionError, Problem
 from shardstore.files import exchange, sync_folder, write_file
 from shardstore.index import JSON_NAME, PARTIAL, locate
+from shardstore.locking import Lock
 from shardstore.schema import HDF5_FOLDER, Container
 
-_NOTE = "UNFINISHED.txt"
-_NOTE_TEXT = "An unfinished shardstore conversion. The same command goes on with it; this folder may be deleted.\n"
+_NOTE, _DONE = "UNFINISHED.txt", "FINISHED.txt"
+_TEXT = "An unfinished shardstore conversion. The same command goes on with it; this folder may be deleted.\n"
+_COMMITTED_TEXT = (
+    "A finished shardstore store that has not got its name yet: run the same command again. Delete nothing here: "
+    "a store that is being replaced may lie here too.\n"
+)
 _LOCK = "LOCK"
 _LOCK_SECONDS = 2  # a killed process's workers may take a moment to end
 _SUFFIXES: dict[str, Container] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
@@ -54,7 +59,9 @@ class Target:
         self.main = f"{self.partial}/main/{os.path.basename(self.path)}"
         self.spool = f"{self.partial}/spool"
         self.ledger = f"{self.partial}/ledger"
-        self._lock: filelock.BaseFileLock | None = None
+        self._lock = Lock(f"{self.partial}/{_LOCK}")
+        self.is_ours = False  # whether this process has the folder
+        self._overwrite = False
 
     def check(self, source: str | None, overwrite: bool) -> None:
         """Raise OptionError unless the target may be written; nothing is touched."""
@@ -62,9 +69,11 @@ class Target:
             self._check_source(f"{os.path.realpath(source)}/")
         if os.path.exists(self.partial) and not self._partial_is_ours():
             raise OptionError(Problem("this folder is in the way, and no conversion made it", self.partial))
-        if not self._exists() or self._note().get("committed"):  # see begin
+        if not self._exists() or self._placed(self._note()):
             return
         if not overwrite:
+            with suppress(OSError):
+                os.rmdir(self.partial)  # all that is left of a run that ended with its last step; or not empty
             raise OptionError(Problem("already exists", self.path, hint="To replace it: --overwrite (overwrite=True)."))
         if not self._replaceable():
             hint = "--overwrite replaces stores and empty folders only."
@@ -80,7 +89,9 @@ class Target:
         if os.path.lexists(self.path):
             return True
         # Without its file, a folder of shards is somebody's, or what an interrupted commit left.
-        return self._container == "hdf5" and os.path.lexists(self.path + HDF5_FOLDER) and not self._partial_is_ours()
+        return (
+            self._container == "hdf5" and os.path.lexists(self.path + HDF5_FOLDER) and "committed" not in self._note()
+        )
 
     def _replaceable(self) -> bool:
         if os.path.isdir(self.path) and not os.listdir(self.path):
@@ -92,20 +103,25 @@ class Target:
         return True
 
     def _partial_is_ours(self) -> bool:
-        if os.path.isfile(f"{self.partial}/{_NOTE}"):
+        if self._note():
             return True
-        return os.path.isdir(self.partial) and set(os.listdir(self.partial)) <= {_LOCK}
+        # What is there before the first note is, and after the last.
+        return os.path.isdir(self.partial) and set(os.listdir(self.partial)) <= {_LOCK, f"{_NOTE}.tmp"}
 
     def _note(self) -> dict[str, Any]:
-        try:
-            with open(f"{self.partial}/{_NOTE}", encoding="utf-8") as f:
-                note = json.loads(f.readlines()[1])
-        except (OSError, ValueError, IndexError):
-            return {}
-        return note if isinstance(note, dict) else {}
+        for name in (_NOTE, _DONE):
+            try:
+                with open(f"{self.partial}/{name}", encoding="utf-8") as f:
+                    text, note = f.readline(), json.loads(f.readline())
+            except (OSError, ValueError):
+                continue
+            if text in (_TEXT, _COMMITTED_TEXT) and isinstance(note, dict) and note:
+                return note
+        return {}
 
-    def _write_note(self, **note: str) -> None:
-        write_file(f"{self.partial}/{_NOTE}", f"{_NOTE_TEXT}{json.dumps(note)}\n".encode())
+    def _write_note(self, note: Mapping[str, Any]) -> None:
+        text = _COMMITTED_TEXT if "committed" in note else _TEXT
+        write_file(f"{self.partial}/{_NOTE}", f"{text}{json.dumps(note)}\n".encode())
         sync_folder(self.partial)
 
     # -- the work of one process --------------------------------------------------------------------------------------
@@ -114,125 +130,181 @@ class Target:
         """Take the ``.partial`` folder: a new one, or what an interrupted run of the same plan has left.
 
         Args:
-            plan: a checksum of how the store is to be made; what another one has left is removed.
-            source: a checksum of what it is made of.
+            plan: a checksum of what is to be made.
+            source: a checksum of what it is made from; empty where that cannot be known.
             overwrite: as for :meth:`check`.
 
         Returns:
-            Whether all is done: a run of this plan and source had ended but for the renaming, which was finished now.
+            Whether all is done: a run of this plan had ended but for the renaming, which was finished now.
 
         Raises:
             OptionError: another process is at work here, or :meth:`check` forbids it by now.
         """
-        self._take_lock()
-        note = self._note()
-        if note.get("committed"):
-            self._finish_commit()
-            self._remove_partial()
-            if (note.get("plan"), note.get("source")) == (plan, source):
-                return True
-            self._take_lock()
+        self._overwrite = overwrite
+        self._take()
         self.check(None, overwrite)
+        note = self._note()
+        if "committed" in note and not self._placed(note) and not self._can_place(note):
+            self._empty()  # what was made has been removed since
+            note = {}
+        if "committed" in note:
+            self._finish_commit(note)
+            self._remove()
+            if source and (note["plan"], note["source"]) == (plan, source):
+                return True
+            self._take()
+            self.check(None, overwrite)
         if note.get("plan") != plan:
             self._empty()
-        self._write_note(plan=plan, source=source)
+        self._write_note({"plan": plan, "source": source})
         for folder in (self.root, os.path.dirname(self.main), self.spool, self.ledger):
             os.makedirs(folder, exist_ok=True)
         return False
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process has the ``.partial`` folder."""
-        return self._lock is not None
-
-    def _take_lock(self) -> None:
-        while self._lock is None:
+    def _take(self) -> None:
+        while not self.is_ours:
             os.makedirs(self.partial, exist_ok=True)
-            lock = filelock.FileLock(f"{self.partial}/{_LOCK}")
-            try:
-                lock.acquire(timeout=_LOCK_SECONDS)
-            except filelock.Timeout:
-                hint = "Wait for it, or end it."
-                raise OptionError(Problem("another conversion is writing this store", self.path, hint=hint)) from None
-            except FileNotFoundError:  # the folder went with the conversion that had it
-                continue
-            if os.path.exists(f"{self.partial}/{_LOCK}"):
-                self._lock = lock
-            else:
-                lock.release()
+            with suppress(FileNotFoundError):  # the folder went with the conversion that had it
+                if not self._lock.take(_LOCK_SECONDS):
+                    what = Problem(
+                        "another conversion is writing this store", self.path, hint="Wait for it, or end it."
+                    )
+                    raise OptionError(what)
+                self.is_ours = True
 
     def release(self) -> None:
         """Leave the ``.partial`` folder as it is, for a later run."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._lock.release()
+        self.is_ours = False
 
-    def discard(self) -> None:
-        """Remove the ``.partial`` folder that this process has."""
-        if self.is_ours:
-            self._remove_partial()
+    def give_up(self, keep: bool) -> bool:
+        """Remove the ``.partial`` folder that this process has, or leave it for a later run.
+
+        Args:
+            keep: leave it. That is done anyway where only names have to change: a replaced store may lie there.
+
+        Returns:
+            Whether it was left.
+        """
+        if not self.is_ours:
+            return False
+        if keep or "committed" in self._note():
+            self.release()
+            return True
+        self._remove()
+        return False
 
     def _empty(self) -> None:
         for entry in list(os.scandir(self.partial)):
             if entry.name not in (_NOTE, _LOCK):
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
 
-    def _remove_partial(self) -> None:
-        self._empty()  # the note goes after all else: a removal that is interrupted must be able to go on
-        if os.path.exists(f"{self.partial}/{_NOTE}"):
-            os.unlink(f"{self.partial}/{_NOTE}")
-        self.release()
-        shutil.rmtree(self.partial, ignore_errors=True)  # another process may have taken it by now
+    def _remove(self) -> None:
+        """Remove the ``.partial`` folder, so that a later run can go on with that too."""
+        self._empty()
+        with suppress(FileNotFoundError):
+            os.replace(f"{self.partial}/{_NOTE}", f"{self.partial}/{_DONE}")
+        self._lock.remove()
+        self.is_ours = False
+        with suppress(OSError):  # from here on another process may have taken the folder, and then it stays
+            os.unlink(f"{self.partial}/{_DONE}")
+        with suppress(OSError):
+            os.rmdir(self.partial)
 
     def keep_only(self, paths: Iterable[str]) -> None:
-        """Remove all files below ``root`` but these: an earlier plan's, and half-written ones."""
+        """Remove all below ``root`` but these files: an earlier plan's, and half-written ones."""
         wanted = set(paths)
-        for folder, _, files in os.walk(self.root):
+        for folder, _, files in os.walk(self.root, topdown=False):
             for name in files:
                 path = f"{folder}/{name}"
                 if os.path.relpath(path, self.root).replace(os.sep, "/") not in wanted:
                     os.unlink(path)
+            if folder != self.root:
+                with suppress(OSError):  # not empty
+                    os.rmdir(folder)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def commit(self, fingerprint: str) -> None:
         """Make the store exist under its own name, replacing the one that is there."""
+        self.check(None, self._overwrite)  # much may have happened in the meantime
         for folder, _, _ in os.walk(self.partial):
             sync_folder(folder)
-        self._write_note(**self._note(), committed=fingerprint, folder=str(os.stat(self.root).st_ino))
-        self._finish_commit()
-        self._remove_partial()
+        # A folder beside a file that is a store holds its shards; beside none, it is somebody's.
+        shards = self._container == "hdf5" or (os.path.isfile(self.path) and os.path.isdir(self.path + HDF5_FOLDER))
+        note = {**self._note(), "container": self._container, "shards": shards}
+        note |= {"committed": fingerprint, "folder": _number(self.root)}
+        self._write_note(note)
+        self._finish_commit(note)
+        self._remove()
 
-    def _finish_commit(self) -> None:
-        note = self._note()
-        if self._container == "hdf5":
-            self._finish_hdf5(note["committed"])
-        elif not os.path.isdir(self.path) or str(os.stat(self.path).st_ino) != note["folder"]:  # not yet exchanged
-            if not os.path.isdir(self.path) or not exchange(self.root, self.path):
-                self._set_aside(self.path)
-                os.rename(self.root, self.path)
-            if os.path.isdir(self.path + HDF5_FOLDER):  # of an HDF5 store that had this name
-                os.rename(self.path + HDF5_FOLDER, f"{self.partial}/replaced{HDF5_FOLDER}")
-        sync_folder(os.path.dirname(self.path))
+    def _placed(self, note: Mapping[str, Any]) -> bool:
+        """Whether a store that is committed has its name already."""
+        if "committed" not in note:
+            return False
+        if note["container"] == "hdf5":  # its file moves last
+            return os.path.isfile(self.path) and not os.path.isfile(self.main)
+        return bool(_number(self.path) == note["folder"])
 
-    def _finish_hdf5(self, fingerprint: str) -> None:
-        shards = self.path + HDF5_FOLDER
-        if os.path.isdir(self.path):
-            self._set_aside(self.path)
-        os.makedirs(shards, exist_ok=True)
-        if os.path.isdir(self.root):
-            self._set_aside(f"{shards}/{fingerprint}")
-            os.rename(self.root, f"{shards}/{fingerprint}")
-            sync_folder(shards)
-        if os.path.exists(self.main):
+    def _can_place(self, note: Mapping[str, Any]) -> bool:
+        """Whether all parts of a store that is committed are there."""
+        if note["container"] == "hdf5":
+            return os.path.isfile(self.main) and note["folder"] in (_number(self.root), _number(self._home(note)))
+        return bool(_number(self.root) == note["folder"])
+
+    def _home(self, note: Mapping[str, Any]) -> str:
+        """Where the folder of a committed store belongs."""
+        return f"{self.path}{HDF5_FOLDER}/{note['committed']}" if note["container"] == "hdf5" else self.path
+
+    def _finish_commit(self, note: Mapping[str, Any]) -> None:
+        if not self._placed(note):
+            if note["container"] == "hdf5":
+                self._place_hdf5(note)
+            else:
+                self._give_name(self.root, self.path)
+            sync_folder(os.path.dirname(self.path))
+            sync_folder(self.partial)
+        if note["shards"]:
+            self._remove_shards(keep=os.path.basename(self._home(note)) if note["container"] == "hdf5" else "")
+
+    def _place_hdf5(self, note: Mapping[str, Any]) -> None:
+        home = self._home(note)
+        os.makedirs(os.path.dirname(home), exist_ok=True)
+        if _number(home) != note["folder"]:
+            self._give_name(self.root, home)
+        for folder in (os.path.dirname(home), os.path.dirname(self.path)):
+            sync_folder(folder)
+        if os.path.isdir(self.path) and not os.path.islink(self.path):
+            self._give_name(self.main, self.path)
+        else:
             os.replace(self.main, self.path)  # the moment at which the old store ends and the new one begins
-        for entry in list(os.scandir(shards)):
-            if entry.name != fingerprint and os.path.isfile(f"{entry.path}/{JSON_NAME}"):
-                shutil.rmtree(entry.path)
 
-    def _set_aside(self, path: str) -> None:
-        """Move what is replaced into the ``.partial`` folder, which is removed at the end."""
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.rename(path, f"{self.partial}/replaced")
-        elif os.path.lexists(path):
-            os.unlink(path)
+    def _give_name(self, new: str, path: str) -> None:
+        """Rename; what has the name already goes into the ``.partial`` folder, in the same moment if that can be."""
+        if os.path.lexists(path):
+            if exchange(new, path):
+                return
+            os.rename(path, self._aside())
+        os.rename(new, path)
+
+    def _aside(self) -> str:
+        """A free name in the ``.partial`` folder, which is removed at the end."""
+        number = 0
+        while os.path.lexists(path := f"{self.partial}/replaced{number}"):
+            number += 1
+        return path
+
+    def _remove_shards(self, keep: str) -> None:
+        """Of what lies beside an HDF5 file, remove what was a store's, in one moment each."""
+        shards = self.path + HDF5_FOLDER
+        for entry in list(os.scandir(shards)) if os.path.isdir(shards) else []:
+            if entry.name != keep and os.path.isfile(f"{entry.path}/{JSON_NAME}"):
+                os.rename(entry.path, self._aside())
+        if not keep:
+            with suppress(OSError):  # gone, or somebody's files are in it
+                os.rmdir(shards)
+
+
+def _number(path: str) -> int | None:
+    """The number by which the file system knows a folder, whatever its name."""
+    return os.stat(path).st_ino if os.path.isdir(path) else None

