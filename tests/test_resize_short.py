@@ -438,7 +438,8 @@ def test_bad_files_are_all_listed(workers: int, broken: Path, bad_dir: Path, tmp
         shardstore.convert(broken, tmp_path / "out", resize_short=SHORT, workers=workers)
     wanted = ["a/cut.jpg", *sorted(f"bad/{path.name}" for path in bad_dir.iterdir())]
     assert [problem.key for problem in caught.value.problems] == wanted
-    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["imgs", "out.partial"]
+    assert "out.partial: the same command goes on" in str(caught.value)
     with pytest.raises(shardstore.SourceError, match="at least 2") as caught:
         shardstore.convert(broken, tmp_path / "out", resize_short=SHORT, workers=workers, max_errors=2)
     assert [problem.key for problem in caught.value.problems] == wanted[:2]
