@@ -13,16 +13,16 @@ class Cache:
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
         self._lock = threading.Lock()
-        self._items: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        self._items: OrderedDict[tuple[str | int, ...], Any] = OrderedDict()
 
-    def get(self, key: tuple[str, int]) -> Any:
+    def get(self, key: tuple[str | int, ...]) -> Any:
         """The object of this key, or None."""
         with self._lock:
             if key in self._items:
                 self._items.move_to_end(key)
             return self._items.get(key)
 
-    def put(self, key: tuple[str, int], item: Any) -> None:
+    def put(self, key: tuple[str | int, ...], item: Any) -> None:
         """Keep an object, and let go of those that were not asked for longest."""
         with self._lock:
             if key not in self._items:

@@ -6,7 +6,7 @@ survives a fork: the other process opens its own files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from shardstore.files import Files, crc32c
 from shardstore.index import Index
 from shardstore.options import ReadOptions
 from shardstore.pieces import Plan, plans
+from shardstore.rows import Chunk, Rows, impossible, locate
 from shardstore.schema import parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -27,40 +28,13 @@ _SMALL = 1024  # items and blobs below this are cut from a cached chunk: a read 
 _HINT = "Run `shardstore validate {path}` to see all that is damaged; then restore the file, or convert again."
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """One row of a chunk table, its bounds checked."""
-
-    number: int  # inside the shard
-    offset: int
-    nbytes: int
-    crc32c: int
-    first: int
-    count: int
-    shard: int
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where each sample of a bytes or ragged field lies in one shard."""
-
-    start: Numbers  # bytes: in the file without a codec, in the decoded chunk with one
-    length: Numbers  # bytes
-    crc32c: Array
-    chunk: Numbers  # row of the chunk table
-    shape: Array | None
-
-    @property
-    def nbytes(self) -> int:
-        arrays = (self.start, self.length, self.crc32c, self.chunk, self.shape)
-        return sum(a.nbytes for a in arrays if a is not None)
-
-
 class Reader:
     """Reads samples of an open store.
 
-    Every bytes or ragged sample is checked against its own CRC-32C; so is every chunk that is read as a whole.
-    Single samples of uncompressed pixels are not.
+    ``options.verify`` says which checksums are checked. ``chunk``: of each bytes or ragged sample, its own; of each
+    chunk that is read as a whole. ``always``: single samples of uncompressed pixels too; the whole chunk is read for
+    them and kept among the cached ones, so that its other samples need no second reading; and each table of the index,
+    once. ``never``: none.
     """
 
     def __init__(self, index: Index, options: ReadOptions | None = None) -> None:
@@ -68,6 +42,10 @@ class Reader:
         self.options = options or ReadOptions()
         self._files = Files(before_open=index.check_unchanged)
         self._cache = Cache(self.options.window_bytes)
+        self._verify = self.options.verify
+        self._checked_tables: set[str] = set()
+        if self._verify == "always":
+            index.check_file("index/shards.npy")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reader, (self.index, self.options)
@@ -114,7 +92,8 @@ class Reader:
         if self.index.schema.field(field).kind == "array":
             shard, inside = divmod(sample, self.index.schema.shard_samples)
             chunk_items = self.index.schema.array(field)[1].chunk_items
-            self.check_chunk(field, int(self._rows_before(field)[shard]) + inside // chunk_items)
+            row = int(self._rows_before(field)[shard]) + inside // chunk_items
+            self._load_chunk(field, self._row(field, row, shard))
         else:
             self.read(field, np.array([sample]))
 
@@ -134,13 +113,18 @@ class Reader:
         spec = self.index.schema.array(name)[1]
         if spec.codec != "none" or spec.item_bytes < _SMALL or not sum(map(len, batches)):
             return [None] * len(batches)
-        rows = self._rows_for(name, np.concatenate(batches))[0]
+        samples = np.concatenate(batches)
+        rows = self._rows_for(name, samples)[0]
         try:
-            return [*plans(batches, rows, self._rows_of(name, rows), spec.item_bytes)]
+            found = self._rows_of(name, rows, samples // self.index.schema.shard_samples)
         except DamagedStoreError:
             if len(batches) == 1:
                 raise
             return [None] * len(batches)
+        made = plans(batches, rows, found, spec.item_bytes)
+        # What is not a whole chunk has no checksum of its own.
+        always = self._verify == "always"
+        return [None if always and len(plan.whole) < len(plan.rows) else plan for plan in made]
 
     def read_array(self, name: str, samples: Numbers, out: Array | None = None, plan: Plan | None = None) -> Array:
         """:meth:`read` for a field of kind ``array``, into ``out`` if given: C-contiguous, of shape (n, *shape).
@@ -153,13 +137,16 @@ class Reader:
             self._read_planned(name, plan, out.reshape(-1).view(np.uint8))
             return out
         rows, inside = self._rows_for(name, samples)
-        for row in np.unique(rows).tolist():
-            here = np.flatnonzero(rows == row)
+        shards = len(self.index.shards)
+        places = rows * shards + samples // self.index.schema.shard_samples
+        for place in np.unique(places).tolist():
+            row, shard = divmod(place, shards)
+            here = np.flatnonzero(places == place)
             a, b = int(here[0]), int(here[-1]) + 1
             if b - a == len(here) == spec.chunk_items and (inside[a + 1 : b] > inside[a : b - 1]).all():
-                self._load_chunk(name, self._row(name, row), out[a:b].reshape(-1).view(np.uint8))
+                self._load_chunk(name, self._row(name, row, shard), out[a:b].reshape(-1).view(np.uint8))
             else:
-                out[here] = self._items(name, row)[inside[here]]
+                out[here] = self._items(name, row, shard)[inside[here]]
         return out
 
     def _rows_for(self, name: str, samples: Numbers) -> tuple[Numbers, Numbers]:
@@ -184,16 +171,16 @@ class Reader:
         except OSError:
             return False
 
-    def _items(self, name: str, row: int) -> Array:
-        """All items of a chunk, decoded and cached."""
-        found = self._cache.get((name, row))
+    def _items(self, name: str, row: int, shard: int) -> Array:
+        """All items of a chunk of this shard, decoded and cached."""
+        found = self._cache.get((name, row, shard))
         if found is None:
             spec = self.index.schema.array(name)[1]
-            found = self._load_chunk(name, self._row(name, row)).view(spec.dtype).reshape(-1, *spec.item_shape)
-            self._cache.put((name, row), found)
+            found = self._load_chunk(name, self._row(name, row, shard)).view(spec.dtype).reshape(-1, *spec.item_shape)
+            self._cache.put((name, row, shard), found)
         return found  # type: ignore[no-any-return]
 
-    def _load_chunk(self, name: str, chunk: _Chunk, out: Array | None = None) -> Array:
+    def _load_chunk(self, name: str, chunk: Chunk, out: Array | None = None) -> Array:
         """A chunk's bytes, checked and decompressed; into ``out``, if given, which has that size."""
         spec = self.index.schema.array(name)[1]
         stored = np.empty(chunk.nbytes, np.uint8) if spec.codec != "none" or out is None else out
@@ -216,10 +203,11 @@ class Reader:
         rows = self._rows(field, shard)
         name, start, length = f"{field}.data", int(rows.start[inside]), int(rows.length[inside])
         spec = self.index.schema.array(name)[1]
-        chunk = self._row(name, int(rows.chunk[inside]))
+        row = int(rows.chunk[inside])
+        chunk = self._row(name, row, shard)
         if spec.codec != "none" or chunk.nbytes < _SMALL * chunk.count:
             start -= chunk.offset if spec.codec == "none" else 0
-            data = self._items(name, int(rows.chunk[inside])).view(np.uint8)[start : start + length]
+            data = self._items(name, row, shard).view(np.uint8)[start : start + length]
         else:
             data = np.empty(length, np.uint8)
             self._fill(name, chunk, start, data)
@@ -239,72 +227,58 @@ class Reader:
                 where = self.index.shard_path(shard, name)
                 self._files.announce(where, int(rows.start[inside]), int(rows.length[inside]))
 
-    def _rows(self, field: str, shard: int) -> _Rows:
+    def _rows(self, field: str, shard: int) -> Rows:
         found = self._cache.get((field, shard))
         if found is None:
             found = self._load_rows(field, shard)
             self._cache.put((field, shard), found)
         return found  # type: ignore[no-any-return]
 
-    def _load_rows(self, field: str, shard: int) -> _Rows:
-        spec = self.index.schema.array(f"{field}.data")[1]
-        size = np.dtype(spec.dtype).itemsize
-        rows = self.index.rows(shard, spec.name)
-        table = self.index.table(spec.name)[rows]
-        count = int(self.index.shards["count"][shard])
-        start, length, crc = (self._part(field, part, shard) for part in ("start", "length", "crc32c"))
-        if table["count"].sum(dtype=np.int64) != count or len(start) < count:
-            raise self._damaged("the chunk table does not cover the shard's samples", spec.name, shard=shard)
-        chunk = np.repeat(np.arange(len(table)), table["count"])
-        chunk_first = np.cumsum(table["count"], dtype=np.int64) - table["count"]
-        start, length = start[:count], length[:count]
-        begin = (start - start[chunk_first[chunk]]) * size
-        end = begin + length * size
-        room = table["nbytes"] if spec.codec == "none" else np.full(len(table), spec.chunk_items * size)
-        if (begin < 0).any() or (length < 0).any() or (end > room[chunk]).any():
-            raise self._damaged("a sample lies outside its chunk", spec.name, shard=shard)
-        if spec.codec == "none":
-            begin = begin + table["offset"].astype(np.int64)[chunk]
-        shape = self._part(field, "shape", shard) if f"{field}.shape" in self.index.schema.array_names else None
-        return _Rows(begin, length * size, crc[:count], chunk + rows.start, shape)
+    def _load_rows(self, field: str, shard: int) -> Rows:
+        name, rows = f"{field}.data", self.index.rows(shard, f"{field}.data")
+        names = [part[1:] for part in parts(self.index.schema.field(field).kind)[1:]]
+        numbers = {part: self._part(field, part, shard) for part in names}
+        try:
+            return locate(self.index.schema, field, shard, self._table(name)[rows], rows.start, numbers)
+        except ValueError as error:
+            raise self._damaged(str(error), name, shard=shard) from None
 
     def _part(self, field: str, part: str, shard: int) -> Array:
         """``start`` and its like of one shard: an array of one chunk a shard."""
         name = f"{field}.{part}"
         row = self.index.rows(shard, name).start
         spec = self.index.schema.array(name)[1]
-        return self._load_chunk(name, self._row(name, row)).view(spec.dtype).reshape(-1, *spec.item_shape)
+        return self._load_chunk(name, self._row(name, row, shard)).view(spec.dtype).reshape(-1, *spec.item_shape)
 
     # -- rows, bytes, checks ------------------------------------------------------------------------------------------
+
+    def _table(self, name: str) -> Array:
+        if self._verify == "always" and name not in self._checked_tables:
+            self.index.check_file(f"index/{name}.chunks.npy")
+            self._checked_tables.add(name)
+        return self.index.table(name)
 
     def _rows_before(self, name: str) -> Numbers:
         return self.index.shards["rows"][:, self.index.schema.array(name)[0]]
 
-    def _row(self, name: str, row: int) -> _Chunk:
-        offset, nbytes, crc, first, count, shard = self._rows_of(name, np.array([row]))[0].item()
-        return _Chunk(row - int(self._rows_before(name)[shard]), offset, nbytes, crc, first, count, shard)
+    def _row(self, name: str, row: int, wanted: int | None = None) -> Chunk:
+        offset, nbytes, crc, first, count, shard = self._rows_of(name, np.array([row]), wanted)[0].item()
+        return Chunk(row - int(self._rows_before(name)[shard]), offset, nbytes, crc, first, count, shard)
 
-    def _rows_of(self, name: str, rows: Numbers) -> Array:
-        """Rows of the chunk table, their bounds checked."""
-        table, schema = self.index.table(name), self.index.schema
+    def _rows_of(self, name: str, rows: Numbers, wanted: Numbers | int | None = None) -> Array:
+        """Rows of the chunk table, their bounds checked; ``wanted``: the shards that they must be of."""
+        table = self._table(name)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
             raise self._damaged(f"the chunk table has no row {rows.max()}", name)
-        found, (number, spec) = table[rows], schema.array(name)
-        shards = self.index.shards[np.minimum(found["shard"], len(self.index.shards) - 1)]
-        ends = found["offset"] + found["nbytes"]
-        bad = (found["shard"] >= len(self.index.shards)) | (ends > shards["size"][:, schema.file_number(number)])
-        bad |= ends < found["offset"]  # it wrapped
-        if not name.endswith(".data"):  # chunks of these are a grid
-            inside = (rows - shards["rows"][:, number]) * spec.chunk_items
-            bad |= found["first"] != found["shard"] * np.int64(schema.shard_samples) + inside
-            bad |= found["count"] != np.minimum(spec.chunk_items, shards["count"] - inside)
-            if spec.codec == "none":
-                bad |= found["nbytes"] != found["count"] * np.uint64(spec.item_bytes)
+        found = table[rows]
+        bad = impossible(self.index.schema, self.index.shards, name, rows, found)
+        if wanted is not None:
+            bad |= found["shard"] != wanted
         if bad.any():
             raise self._damaged(f"row {rows[bad][0]} of the chunk table is impossible", name)
         return found
 
-    def _fill(self, name: str, chunk: _Chunk, offset: int, out: Array) -> None:
+    def _fill(self, name: str, chunk: Chunk, offset: int, out: Array) -> None:
         path = self.index.shard_path(chunk.shard, name)
         try:
             got = self._files.read_into(path, offset, out)
@@ -314,14 +288,16 @@ class Reader:
             what = Problem("the shard file is cut", expected=f"{len(out)} bytes at {offset}", got=f"{got}")
             raise self._damaged(what, name, chunk)
 
-    def _check(self, name: str, chunk: _Chunk, expected: int, data: Array, sample: int | None = None) -> None:
+    def _check(self, name: str, chunk: Chunk, expected: int, data: Array, sample: int | None = None) -> None:
+        if self._verify == "never":
+            return
         got = crc32c(data)
         if got != expected:
             what = Problem("the bytes are not those that were written", expected=f"{expected:08x}", got=f"{got:08x}")
             raise self._damaged(what, name, chunk, sample=sample)
 
     def _damaged(
-        self, what: Problem | str, name: str, chunk: _Chunk | None = None, sample: int | None = None,
+        self, what: Problem | str, name: str, chunk: Chunk | None = None, sample: int | None = None,
         shard: int | None = None,
     ) -> DamagedStoreError:  # fmt: skip
         problem = Problem(what) if isinstance(what, str) else what

@@ -13,6 +13,7 @@ from shardstore.chunks import Reader
 from shardstore.errors import OptionError, Problem, printable
 from shardstore.files import write_file
 from shardstore.index import load
+from shardstore.options import ReadOptions
 from shardstore.pool import Progress
 from shardstore.schema import Field, Schema
 
@@ -37,7 +38,7 @@ def export(store: str | Path, folder: str | Path, *, progress: Progress | None =
         DamagedStoreError: the store is damaged.
         OptionError: the folder is not empty, the store holds no pictures, or a key leads out of the folder.
     """
-    reader = Reader(load(store))
+    reader = Reader(load(store), ReadOptions(verify="always"))  # what leaves the store has no checksum any more
     schema = reader.index.schema
     field = next((f for f in schema.fields if f.content == "image"), None)
     if field is None:

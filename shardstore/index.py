@@ -64,7 +64,7 @@ import numpy as np
 
 from shardstore import npyfile
 from shardstore.errors import DamagedStoreError, NoStoreError, Problem
-from shardstore.files import crc32c, write_file
+from shardstore.files import checksum_file, crc32c, write_file
 from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_file
 
 JSON_NAME = "shardstore.json"
@@ -98,6 +98,17 @@ class Index:
         if array not in self._tables:
             self._tables[array] = _load_table(f"{self.root}/index/{array}.chunks.npy", CHUNK)
         return self._tables[array]
+
+    def check_file(self, name: str) -> None:
+        """Raise DamagedStoreError unless a file of the index holds the bytes that were written."""
+        file, (size, crc) = f"{self.root}/{name}", (self.schema.files or {})[name]
+        try:
+            got = checksum_file(file)
+        except OSError as error:
+            raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
+        if got != (size, crc):
+            what = Problem("the bytes are not those that were written", file, expected=f"{crc:08x}", hint=_REPAIR)
+            raise DamagedStoreError(replace(what, got=f"{got[1]:08x}"))
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from shardstore.schema import CONTAINERS, Container
 Store = Literal["auto", "encoded", "pixels"]
 Check = Literal["full", "header"]
 OnError = Literal["stop", "skip"]
+Verify = Literal["always", "chunk", "never"]
 
 # Shards: large enough for sequential disks and object stores, small enough to be many.
 SHARD_BYTES = 128 << 20
@@ -134,6 +135,9 @@ class ReadOptions:
     """What few users need to set.
 
     Attributes:
+        verify: which checksums are checked. ``chunk``: of encoded, ragged and compressed samples, and of uncompressed
+            ones where whole chunks are read; ``always``: also where they are read singly, by reading the whole chunk
+            for them; ``never``: none.
         window_bytes: bound, in bytes, of the decoded chunks that one reader keeps, and among which the samples of a
             compressed store are shuffled.
         rank, world_size: which part of an epoch this process reads; None asks ``torch.distributed`` where that is
@@ -144,6 +148,7 @@ class ReadOptions:
         ring: whole batches go from workers to the trainer in memory that is used again (Linux); False: torch's way.
     """
 
+    verify: Verify = "chunk"
     window_bytes: int = WINDOW_BYTES
     rank: int | None = None
     world_size: int | None = None
@@ -161,3 +166,5 @@ class ReadOptions:
             raise OptionError(f"window_bytes must be at least 1; got {self.window_bytes}")
         if self.on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip'; got {self.on_error!r}")
+        if self.verify not in get_args(Verify):
+            raise OptionError(f"verify must be one of {', '.join(get_args(Verify))}; got {self.verify!r}")

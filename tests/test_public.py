@@ -56,6 +56,7 @@ FLOORS = {
     "options": 3,
     "index": 3,
     "formats": 3,
+    "rows": 3,
     "prove": 4,
     "chunks": 4,
     "ledger": 2,

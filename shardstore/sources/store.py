@@ -12,6 +12,7 @@ import numpy as np
 from shardstore.chunks import Reader
 from shardstore.errors import ShardstoreError, SourceError
 from shardstore.index import Index
+from shardstore.options import ReadOptions
 from shardstore.schema import Field
 from shardstore.sources import Numbers
 
@@ -28,7 +29,8 @@ class StoreSource:
     @classmethod
     def scan(cls, index: Index) -> StoreSource:
         """All samples of a store."""
-        return cls(Reader(index), np.arange(index.schema.samples), [])
+        always = ReadOptions(verify="always")  # damage must not get a new checksum
+        return cls(Reader(index, always), np.arange(index.schema.samples), [])
 
     @property
     def fields(self) -> tuple[Field, ...]:
