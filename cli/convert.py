@@ -9,6 +9,7 @@ import click
 
 import shardstore
 from shardstore.cli.output import progress_bar, show_json
+from shardstore.opening import MAX_PIXELS
 from shardstore.options import CHUNK_BYTES, SHARD_BYTES
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -85,6 +86,13 @@ class Size(click.ParamType["tuple[int, int]"]):
     default="full",
     show_default=True,
     help="Decode every picture once, or look at its header only.",
+)
+@click.option(
+    "--max-pixels",
+    type=click.IntRange(1),
+    default=MAX_PIXELS,
+    show_default=True,
+    help="A picture that has more is a bad file, and not decoded.",
 )
 @click.option(
     "--on-error",

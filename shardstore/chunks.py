@@ -6,13 +6,14 @@ survives a fork: the other process opens its own files.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardstore.cache import Cache
-from shardstore.codecs import decode
+from shardstore.codecs import check_size, decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
 from shardstore.files import Files, crc32c
 from shardstore.index import Index
@@ -25,6 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _SMALL = 1024  # items and blobs below this are cut from a cached chunk: a read each would cost more than the copy
+_LARGE = 1 << 20  # bytes: less memory is taken without looking at the file
 _HINT = "Run `shardstore validate {path}` to see all that is damaged; then restore the file, or convert again."
 
 
@@ -40,7 +42,7 @@ class Reader:
     def __init__(self, index: Index, options: ReadOptions | None = None) -> None:
         self.index = index
         self.options = options or ReadOptions()
-        self._files = Files(before_open=index.check_unchanged)
+        self._files = Files(before_open=index.check_place)
         self._cache = Cache(self.options.window_bytes)
         self._verify = self.options.verify
         self._checked_tables: set[str] = set()
@@ -183,14 +185,15 @@ class Reader:
     def _load_chunk(self, name: str, chunk: Chunk, out: Array | None = None) -> Array:
         """A chunk's bytes, checked and decompressed; into ``out``, if given, which has that size."""
         spec = self.index.schema.array(name)[1]
-        stored = np.empty(chunk.nbytes, np.uint8) if spec.codec != "none" or out is None else out
+        stored = self._room(name, chunk, chunk.nbytes) if spec.codec != "none" or out is None else out
         self._fill(name, chunk, chunk.offset, stored)
         self._check(name, chunk, chunk.crc32c, stored)
         if spec.codec == "none":
             return stored
-        if out is None:
-            out = np.empty(spec.chunk_items * spec.item_bytes, np.uint8)
         try:
+            if out is None:
+                check_size(spec.codec, stored, spec.chunk_items * spec.item_bytes)
+                out = np.empty(spec.chunk_items * spec.item_bytes, np.uint8)
             decode(spec.codec, stored, out)
         except ValueError as error:
             raise self._damaged(f"a chunk cannot be decompressed: {error}", name, chunk) from error
@@ -209,7 +212,7 @@ class Reader:
             start -= chunk.offset if spec.codec == "none" else 0
             data = self._items(name, row, shard).view(np.uint8)[start : start + length]
         else:
-            data = np.empty(length, np.uint8)
+            data = self._room(name, chunk, length)
             self._fill(name, chunk, start, data)
         self._check(name, chunk, int(rows.crc32c[inside]), data, sample)
         if not ragged or rows.shape is None:
@@ -277,6 +280,18 @@ class Reader:
         if bad.any():
             raise self._damaged(f"row {rows[bad][0]} of the chunk table is impossible", name)
         return found
+
+    def _room(self, name: str, chunk: Chunk, nbytes: int) -> Array:
+        """Memory for bytes of a chunk; for many only if the file can have them, whatever the index says of its size."""
+        if nbytes > _LARGE:
+            path = self.index.shard_path(chunk.shard, name)
+            size = os.path.getsize(path) if os.path.isfile(path) else 0
+            if size < chunk.offset + nbytes:
+                what = Problem(
+                    "the shard file is cut", expected=f"{nbytes} bytes at {chunk.offset}", got=f"{size} bytes"
+                )
+                raise self._damaged(what, name, chunk)
+        return np.empty(nbytes, np.uint8)
 
     def _fill(self, name: str, chunk: Chunk, offset: int, out: Array) -> None:
         path = self.index.shard_path(chunk.shard, name)

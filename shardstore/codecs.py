@@ -38,14 +38,18 @@ def decode(codec: Codec, stored: Bytes, out: Bytes) -> None:
         return
     import numcodecs.zstd
 
-    if (
-        size := _content_size(stored[:18].tobytes())
-    ) != out.nbytes:  # zstd would leave the rest of a larger buffer as it was
-        raise ValueError(f"the zstd frame says {size} bytes, the index {out.nbytes}")
+    check_size(codec, stored, out.nbytes)  # zstd would leave the rest of a larger buffer as it was
     try:
         numcodecs.zstd.decompress(stored, out)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+def check_size(codec: Codec, stored: Bytes, nbytes: int) -> None:
+    """Raise ValueError unless ``stored`` says that it decompresses to ``nbytes``; before memory is taken for them."""
+    size = _content_size(stored[:18].tobytes()) if codec != "none" else len(stored)
+    if size != nbytes:
+        raise ValueError(f"the zstd frame says {size} bytes, the index {nbytes}")
 
 
 def _content_size(frame: bytes) -> int | None:

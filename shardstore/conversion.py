@@ -19,12 +19,12 @@ import numpy as np
 from shardstore import formats, images, ledger, order, prove
 from shardstore.errors import Problem, ShardstoreError, SourceError, system_problem
 from shardstore.files import checksum_file, sync_file, write_file
-from shardstore.index import JSON_NAME, REJECTS, Index, load, write_index
+from shardstore.index import JSON_NAME, Index, load, write_index
 from shardstore.options import ConvertOptions, Options
 from shardstore.plan import Plan, Shapes, make_plan, needs_shapes, picture_field
 from shardstore.pool import Pool, Progress
 from shardstore.resizing import estimate, resize_all
-from shardstore.schema import Schema, Table, fingerprint, shard_dtype, shard_files, to_json
+from shardstore.schema import REJECTS, Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 from shardstore.sources import Numbers, Source, open_source
 from shardstore.summary import Summary
 from shardstore.target import Target, container_of
@@ -120,27 +120,27 @@ def _read_shapes(source: Source, options: ConvertOptions, pool: Pool) -> Shapes:
     """The headers of all pictures; for store="auto" the first ones may already settle it."""
     ranges = [np.arange(a, min(a + _PROBE_SAMPLES, len(source))) for a in range(0, len(source), _PROBE_SAMPLES)]
     if options.store == "auto":
-        start = _probe((0, source.take(ranges[0][:64])))[1]
+        start = _probe((0, source.take(ranges[0][:64]), options.max_pixels))[1]
         good = start.shapes[start.shapes[:, 0] > 0]
         if len(start.dtypes) > 1 or len(np.unique(good, axis=0)) > 1:
             return start
     shapes = np.zeros((len(source), 3), np.int64)
     dtypes: set[str] = set()
-    for number, found in pool.run(_probe, ((i, source.take(r)) for i, r in enumerate(ranges))):
+    for number, found in pool.run(_probe, ((i, source.take(r), options.max_pixels) for i, r in enumerate(ranges))):
         shapes[ranges[number]] = found.shapes
         dtypes |= set(found.dtypes)
     return Shapes(shapes, tuple(sorted(dtypes)))
 
 
-def _probe(task: tuple[int, Source]) -> tuple[int, Shapes]:
-    number, source = task
+def _probe(task: tuple[int, Source, int]) -> tuple[int, Shapes]:
+    number, source, max_pixels = task
     field = picture_field(source)
     assert field is not None
     column = source.fields.index(field)
     shapes, dtypes = np.zeros((len(source), 3), np.int64), set()
     for i in range(len(source)):
         try:
-            header = images.probe(source.read(i)[column])
+            header = images.probe(source.read(i)[column], max_pixels)
         except SourceError:
             continue  # writing the shard will say what is wrong with it
         shapes[i] = header.shape

@@ -13,7 +13,7 @@ import numpy as np
 import torch.utils.data
 
 from shardstore.chunks import Numbers, Reader
-from shardstore.errors import OptionError
+from shardstore.errors import DamagedStoreError, OptionError, Problem
 from shardstore.index import load
 from shardstore.options import ReadOptions
 from shardstore.samples import ImageType, SampleReader, View
@@ -59,7 +59,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __init__(self, path: str | Path, view: View, options: ReadOptions | None = None) -> None:
         if options is not None and options.on_error == "skip":
             raise OptionError("a sample that is asked for by number cannot be left out; on_error='skip' is for streams")
-        self._reader = Reader(load(path), options)
+        options = options or ReadOptions()
+        self._reader = Reader(load(path, follow_links=options.follow_links), options)
         self._samples = SampleReader(self._reader, view)
         self._by_key: tuple[Numbers, Numbers] | None = None
 
@@ -163,7 +164,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def info(self) -> dict[str, Any]:
         """What is in the store and how it is laid out, as plain values for JSON."""
         schema, index = self.schema, self._reader.index
-        counts: Any = np.bincount(self.targets, minlength=len(self.classes or ())) if self.classes else []
+        counts = self._class_counts()
         return {
             "path": _short(self.path),
             "container": schema.container,
@@ -174,11 +175,21 @@ class Dataset(torch.utils.data.Dataset[Any]):
             "fields": [{**asdict(f), "dtype": str(np.dtype(f.dtype)), "shape": _shape_text(f)} for f in schema.fields],
             "arrays": [asdict(a) for a in schema.arrays],
             "chunks": {name: len(index.table(name)) for name in schema.array_names},
-            "class_counts": {name: int(n) for name, n in zip(self.classes or (), counts, strict=True)},
+            "class_counts": dict(zip(self.classes or (), counts, strict=True)),
             "options": dict(schema.options),
             "fingerprint": schema.fingerprint,
             "open_with": self._open_with(),
         }
+
+    def _class_counts(self) -> list[int]:
+        classes = len(self.classes or ())
+        if not classes or not any(f.content == "label" and f.name == "label" for f in self.schema.fields):
+            return [0] * classes
+        labels = self.targets
+        if (labels < 0).any() or (labels >= classes).any():
+            hint = "Convert the source again with --overwrite."
+            raise DamagedStoreError(Problem("a label is the number of no class", self.path, "label", hint=hint))
+        return [int(n) for n in np.bincount(labels.astype(np.int64), minlength=classes)]
 
     def _open_with(self) -> str:
         """One line of Python that opens the first field with plain tools."""

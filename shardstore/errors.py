@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tab and line feed
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,11 @@ class Problem:
 
     def __str__(self) -> str:
         places = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:7] if getattr(self, f.name) is not None]
-        head = printable(self.path) + ": " if self.path else ""
-        text = head + self.what + (f" ({', '.join(map(printable, places))})" if places else "")
+        head = self.path + ": " if self.path else ""
+        text = head + self.what + (f" ({', '.join(places)})" if places else "")
         if self.expected is not None or self.got is not None:
             text += f"; expected {self.expected}, got {self.got}"
-        return text + (f". {self.hint}" if self.hint else "")
+        return printable(text + (f". {self.hint}" if self.hint else ""))
 
     def to_dict(self) -> dict[str, str | int]:
         """The parts that are known, for JSON."""
@@ -61,8 +64,10 @@ class Problem:
 
 
 def printable(text: str) -> str:
-    """``text`` with undecodable bytes of file names (lone surrogates) shown as ``\\xNN``, so that it can be printed."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    """``text`` with undecodable bytes of file names (lone surrogates), and control characters, which a terminal would
+    obey, shown as ``\\xNN``."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 # What people can do about errors of the system.

@@ -17,6 +17,8 @@ from shardstore.options import ReadOptions
 from shardstore.pool import Progress
 from shardstore.schema import Field, Schema
 
+_ANY = 1 << 62  # pixels: only the format is asked for
+
 
 def export(store: str | Path, folder: str | Path, *, progress: Progress | None = None) -> int:
     """Write each picture of a store as a file, named by its key: ``folder/CLASS/picture.jpg``.
@@ -71,8 +73,7 @@ def _names(reader: Reader, field: Field, sample: Any, value: Any) -> list[str]:
     if "key.data" not in schema.array_names:
         return [f"{_class_folder(reader, schema, sample)}{int(sample[0]):08d}{_ending(field, value)}"]
     key = str(reader.read("key", sample)[0].decode("utf-8", "surrogateescape"))
-    parts = key.split("/")
-    if os.path.isabs(key) or ".." in parts or "" in parts or (os.sep != "/" and os.sep in key):
+    if not _is_safe(key):
         raise OptionError(Problem("a key leads out of the folder", key=printable(key), sample=int(sample[0])))
     ending = _ending(field, value)
     if field.kind == "bytes" and not (schema.options.get("resize_short") and _is_renamed(key, value)):
@@ -80,19 +81,29 @@ def _names(reader: Reader, field: Field, sample: Any, value: Any) -> list[str]:
     return [os.path.splitext(key)[0] + ending, key + ending]
 
 
+def _is_safe(path: str) -> bool:
+    """Whether a path from a store stays below the folder that it is joined to."""
+    elsewhere = os.path.isabs(path) or os.path.splitdrive(path)[0] or (os.sep != "/" and os.sep in path)
+    return not elsewhere and "\0" not in path and not {"", ".", ".."} & set(path.split("/"))
+
+
 def _is_renamed(key: str, value: bytes) -> bool:
     """Whether resizing made the picture one of another format than its key says."""
-    made = images.probe(value).format
+    made = images.probe(value, _ANY).format
     return made in images.LOSSLESS and not images.is_named_so(key, made)
 
 
 def _class_folder(reader: Reader, schema: Schema, sample: Any) -> str:
     if schema.classes is None or "label" not in schema.array_names:
         return ""
-    return schema.classes[int(reader.read("label", sample)[0])].replace("/", "_") + "/"
+    label = int(reader.read("label", sample)[0])
+    name = schema.classes[label].replace("/", "_") if 0 <= label < len(schema.classes) else ""
+    if not _is_safe(name):
+        raise OptionError(Problem("the class of a sample gives no folder's name", got=name, sample=int(sample[0])))
+    return name + "/"
 
 
 def _ending(field: Field, value: Any) -> str:
     if field.kind == "bytes":
-        return "." + images.probe(value).format.lower().replace("jpeg", "jpg")
+        return "." + images.probe(value, _ANY).format.lower().replace("jpeg", "jpg")
     return ".png" if images.lossless_format(value.dtype) == "PNG" else ".tif"

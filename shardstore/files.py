@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -67,6 +68,25 @@ def sync_file(path: str | Path) -> None:
         os.fsync(f.fileno())
 
 
+def leads_out(root: str, path: str) -> str | None:
+    """Where a path below a folder (with forward slashes) really leads, if a link in it leads out of the folder."""
+    here = root
+    for part in path.split("/"):
+        here = f"{here}/{part}"
+        if os.path.islink(here):
+            real, inside = os.path.realpath(f"{root}/{path}"), os.path.realpath(root)
+            return None if real.startswith(f"{inside.rstrip(os.sep)}{os.sep}") else real
+    return None
+
+
+def is_special(path: str) -> bool:
+    """Whether this is a pipe, socket, device or folder: to open one may wait without end, or do something."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False  # opening it will say why
+
+
 def exchange(a: str, b: str) -> bool:
     """Exchange two names in one moment (Linux: renameat2, macOS: renamex_np); False where the system cannot."""
     if os.name != "posix":
@@ -98,7 +118,7 @@ class Files:
             together, and only then, for that costs a tenth of what reading from the page cache takes.
     """
 
-    def __init__(self, max_open: int = _MAX_OPEN, before_open: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, max_open: int = _MAX_OPEN, before_open: Callable[[str], None] = lambda path: None) -> None:
         self._max_open, self._before_open, self.slow = max_open, before_open, 0
         self._forget()
 
@@ -180,7 +200,7 @@ class Files:
     def _descriptor(self, path: str) -> int:
         fd = self._open.pop(path, None)
         if fd is None:
-            self._before_open()
+            self._before_open(path)
             self._close_oldest()
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         self._open[path] = fd

@@ -1,4 +1,4 @@
-"""Between the bytes of a picture and an array; the only user of Pillow and simplejpeg.
+"""Between the bytes of a picture and an array; with ``opening.py`` the only user of Pillow and simplejpeg.
 
 What a picture becomes is one rule: **RGB, uint8, shape (height, width, 3)**, the values of Pillow's ``convert("RGB")``;
 but pictures whose values RGB would clip (16-bit and 32-bit integer grey, float) keep their own dtype with shape
@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,6 +21,7 @@ import numpy as np
 
 from shardstore import early
 from shardstore.errors import ImageError
+from shardstore.opening import MAX_PIXELS, allowing, check_size, opened, reason
 
 if TYPE_CHECKING:
     from PIL import Image as PilImage
@@ -42,17 +41,6 @@ _SIGNED = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "JPEG2000", "AVIF", "PSD
 _JPEG_OPTIONS: dict[str, Any] = {"quality": 90, "progressive": False, "restart_marker_rows": 1}
 LOSSLESS = ("PNG", "TIFF")  # what other pictures become
 _MAX_EXIF = 65533  # bytes of a JPEG's segment
-_LFS = b"version https://git-lfs.github.com/spec"
-_quiet = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _quiet
-    _quiet = threading.Lock()  # another thread may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -70,50 +58,57 @@ class Header:
     dtype: str
 
 
-def probe(data: bytes) -> Header:
+def probe(data: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     """Read a picture's header.
 
     Raises:
-        ImageError: ``data`` is not a picture that can be decoded.
+        ImageError: ``data`` is not a picture that can be decoded, or has more than ``max_pixels`` pixels.
     """
     if is_jpeg(data):
         import simplejpeg
 
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            check_size(height, width, max_pixels)
             return Header("JPEG", (height, width, 3), "uint8")
         except ValueError:
             pass  # Pillow reads more kinds, and says better what is wrong
-    with _opened(data) as image:
+    with opened(data, max_pixels) as image:
         dtype = _EXACT_MODES.get(image.mode, "uint8")
         return Header(str(image.format), (image.height, image.width, 3 if dtype == "uint8" else 1), dtype)
 
 
-def decode(data: bytes) -> Array:
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Array:
     """Decode a picture strictly: the array that the rule at the top of this module says.
 
     Raises:
-        ImageError: ``data`` is damaged, cut, or not a picture.
+        ImageError: ``data`` is damaged, cut, or not a picture; or has more than ``max_pixels`` pixels: its header is
+            looked at before memory is taken.
     """
     if is_jpeg(data):
         import simplejpeg
 
         try:
-            if simplejpeg.decode_jpeg_header(data)[2] in _JPEG_SPACES:
+            height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+            if space in _JPEG_SPACES:
+                check_size(height, width, max_pixels)
                 return np.asarray(simplejpeg.decode_jpeg(data, "RGB", strict=True))
         except ValueError as error:
             if str(error).startswith(_CORRUPT):
                 raise ImageError(str(error)) from None
-    with _opened(data) as image:
+    with opened(data, max_pixels) as image:
         try:
-            return from_pil(image)
+            with allowing(image.width * image.height):
+                array = from_pil(image)
         except MemoryError:
             raise  # no fault of the picture
         except Exception as error:  # Pillow's plugins raise whatever they meet: OSError, SyntaxError, struct.error, …
-            raise ImageError(_reason(error)) from error
+            raise ImageError(reason(error)) from error
+    check_size(array.shape[0], array.shape[1], max_pixels)  # icons hold pictures with headers of their own
+    return array
 
 
-def decode_part(data: bytes, rows: int | None, scale: int = 1) -> Array:
+def decode_part(data: bytes, rows: int | None, scale: int = 1, max_pixels: int = MAX_PIXELS) -> Array:
     """Decode a picture at 1/scale of its size; at least its first ``rows`` rows, which asks for bytes that are known to
     be a good picture's: what is wrong with them then goes unnoticed. None for all rows, strictly.
 
@@ -129,13 +124,14 @@ def decode_part(data: bytes, rows: int | None, scale: int = 1) -> Array:
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             if space in _JPEG_SPACES:
+                check_size(height, width, max_pixels)
                 part = data if rows is None else early.lowered(data, min(rows + 2 * scale, height))
                 height = height if part is data else simplejpeg.decode_jpeg_header(part)[0]
                 least = {"min_height": -(-height // scale), "min_width": -(-width // scale)} if scale > 1 else {}
                 return np.asarray(simplejpeg.decode_jpeg(part, "RGB", strict=part is data, **least))
         except ValueError:
             pass  # what is wrong, or which other way leads to the pixels, decode() knows
-    array = decode(data)
+    array = decode(data, max_pixels)
     if scale == 1:
         return array
     return resize(array, (-(-array.shape[0] // scale), -(-array.shape[1] // scale)), "stretch")
@@ -153,7 +149,10 @@ def to_pil(array: Array) -> PilImage.Image:
     """The Pillow image of such an array: mode RGB, or the grey mode of its dtype."""
     from PIL import Image
 
-    return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+    try:
+        return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+    except (TypeError, ValueError) as error:  # of a field of one's own
+        raise ImageError(f"values of {array.dtype}{array.shape} are no picture that Pillow knows") from error
 
 
 def encode_png(array: Array, **metadata: Any) -> bytes:
@@ -169,7 +168,7 @@ def lossless_format(dtype: np.dtype[Any]) -> str:
     return png if dtype.kind == "u" else tiff
 
 
-def shrink(data: bytes, short: int) -> bytes | None:
+def shrink(data: bytes, short: int, max_pixels: int = MAX_PIXELS) -> bytes | None:
     """Bring an encoded picture down to ``short`` pixels on its shorter side (the longer as torchvision's ``Resize``
     rounds it) and encode it again: a JPEG as JPEG, others without loss. EXIF (where it fits) and colour profile stay.
 
@@ -177,13 +176,13 @@ def shrink(data: bytes, short: int) -> bytes | None:
         None where the picture is small enough: only its header was looked at then.
 
     Raises:
-        ImageError: ``data`` is damaged, cut, or not a picture.
+        ImageError: as :func:`decode`.
     """
-    if min(probe(data).shape[:2]) <= short:
+    if min(probe(data, max_pixels).shape[:2]) <= short:
         return None
-    array, kept, grey = decode(data), {}, False
+    array, kept, grey = decode(data, max_pixels), {}, False
     try:
-        with _opened(data) as image:
+        with opened(data, max_pixels) as image:
             kept, grey = image.info, image.mode == "L"
     except ImageError:
         pass  # its pixels are good: Pillow will not open JPEGs beyond some size, or with odd metadata
@@ -278,28 +277,3 @@ def looks_like_picture(head: bytes) -> bool:
     Image.init()
     accepts = (Image.OPEN[name][1] for name in _SIGNED if name in Image.OPEN)
     return any(accept is not None and accept(head) is True for accept in accepts)
-
-
-def _opened(data: bytes) -> PilImage.Image:
-    from PIL import Image
-
-    if not data:
-        raise ImageError("the file is empty")
-    if data.startswith(_LFS):
-        raise ImageError("a Git LFS pointer, not the picture itself (fetch it with `git lfs pull`)")
-    try:
-        with _quiet, warnings.catch_warnings():  # which is not made for threads
-            warnings.simplefilter("ignore")  # broken metadata beside good pixels is no news to a loader
-            return Image.open(io.BytesIO(data))
-    except MemoryError:
-        raise  # no fault of the picture
-    except Exception as error:
-        raise ImageError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):
-        return "not a picture in any format that Pillow knows"
-    return str(error) or type(error).__name__

@@ -56,7 +56,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,18 @@ import numpy as np
 
 from shardstore import npyfile
 from shardstore.errors import DamagedStoreError, NoStoreError, Problem
-from shardstore.files import checksum_file, crc32c, write_file
-from shardstore.schema import CHUNK, HDF5_FOLDER, Schema, Table, from_json, shard_dtype, shard_file
+from shardstore.files import checksum_file, crc32c, is_special, leads_out, write_file
+from shardstore.schema import CHUNK, HDF5_FOLDER, REJECTS, Schema, Table, from_json, shard_dtype, shard_file
 
 JSON_NAME = "shardstore.json"
-REJECTS = "rejects.jsonl"  # a line of JSON for each bad file that was left out: key and reason
 PARTIAL = ".partial"
-_MAX_JSON = 1 << 28  # a class list of millions fits; what is larger is no schema
+_MAX_JSON = 1 << 26  # bytes: a class list of millions fits; what is larger is no schema
+_MAX_REJECTS = 1 << 28  # bytes: some million bad files
+_MUCH = 1 << 28  # bytes
+_LINKS = (
+    "If the link is to be trusted: copy the store with its links resolved (cp -rL), or read it with "
+    "ReadOptions(follow_links=True)."
+)
 _REPAIR = "Restore the store from a copy, or convert the source again with --overwrite."
 
 
@@ -82,21 +87,25 @@ class Index:
         root: the folder of ``shardstore.json``.
         schema: what it says.
         shards: the shard table, mapped as well.
+        follow_links: whether files of the store may be links that lead out of it.
     """
 
-    def __init__(self, path: str, root: str, schema: Schema, shards: Table) -> None:
-        self.path, self.root, self.schema, self.shards = path, root, schema, shards
+    def __init__(self, path: str, root: str, schema: Schema, shards: Table, follow_links: bool = False) -> None:
+        self.path, self.root, self.schema, self.shards, self.follow_links = path, root, schema, shards, follow_links
         self._tables: dict[str, Table] = {}
         self._identity = _identity(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker opens the index itself: a pickled memory map would carry its data along.
-        return load, (self.path, self.schema.fingerprint)
+        return load, (self.path, self.schema.fingerprint, self.follow_links)
 
     def table(self, array: str) -> Table:
         """The chunk table of an array, of dtype :data:`CHUNK`."""
         if array not in self._tables:
-            self._tables[array] = _load_table(f"{self.root}/index/{array}.chunks.npy", CHUNK)
+            table = _load_table(file := f"{self.root}/index/{array}.chunks.npy", CHUNK)
+            if not len(table):
+                raise DamagedStoreError(Problem("the chunk table is empty", file, hint=_REPAIR))
+            self._tables[array] = table
         return self._tables[array]
 
     def check_file(self, name: str) -> None:
@@ -118,17 +127,31 @@ class Index:
 
     def rejects(self) -> list[dict[str, Any]]:
         """What is known of the bad files that were left out: a :class:`shardstore.Problem` as a dict each."""
-        path = f"{self.root}/{REJECTS}"
-        if not os.path.exists(path):
+        if REJECTS not in (self.schema.files or {}):
             return []
-        with open(path, encoding="ascii") as f:
-            return [json.loads(line) for line in f]
+        path, known = f"{self.root}/{REJECTS}", {f.name for f in fields(Problem)}
+        try:
+            if os.path.getsize(path) > _MAX_REJECTS:
+                raise ValueError(f"it is larger than {_MAX_REJECTS} bytes")
+            with open(path, encoding="ascii") as f:
+                lines = [json.loads(line) for line in f]
+            if not all(isinstance(line, dict) and {"what"} <= line.keys() <= known for line in lines):
+                raise ValueError("a line tells of no bad file")
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedStoreError(Problem(f"cannot be used: {error}", path, hint=_REPAIR)) from error
+        return lines
 
     def check_unchanged(self) -> None:
         """Raise DamagedStoreError if another store has taken this one's place since it was opened."""
         if _identity(self.root) != self._identity:
-            load(self.path, self.schema.fingerprint)
+            load(self.path, self.schema.fingerprint, self.follow_links)
             self._identity = _identity(self.root)
+
+    def check_place(self, path: str) -> None:
+        """Raise DamagedStoreError if a file of the store must not be opened: a link leads out of the store, or it is no
+        plain file; or another store has taken this one's place."""
+        self.check_unchanged()
+        _check_place(self.root, path[len(self.root) + 1 :], self.follow_links)
 
     def rows(self, shard: int, array: str) -> slice:
         """Which rows of that table belong to a shard."""
@@ -140,6 +163,15 @@ class Index:
     def shard_path(self, shard: int, array: str) -> str:
         """The file that holds a shard's part of an array."""
         return f"{self.root}/{shard_file(self.schema, shard, self.schema.array(array)[0])}"
+
+
+def _check_place(root: str, name: str, follow_links: bool) -> None:
+    path = f"{root}/{name}"
+    elsewhere = None if follow_links else leads_out(root, name)
+    if elsewhere is not None:
+        raise DamagedStoreError(Problem(f"a link leads out of the store, to {elsewhere}", path, hint=_LINKS))
+    if is_special(path):
+        raise DamagedStoreError(Problem("this is no plain file", path, hint=_REPAIR))
 
 
 def _identity(root: str) -> tuple[int, int, int] | None:
@@ -176,10 +208,8 @@ def locate(path: str | Path) -> str:
 
 def _belongs(root: str, path: str) -> bool:
     try:
-        with open(f"{root}/{JSON_NAME}", "rb") as f, open(path, "rb") as h5:
-            content = h5.read()
-            return (from_json(f.read()).files or {}).get(".h5") == (len(content), crc32c(content))
-    except (OSError, ValueError, TypeError, KeyError):
+        return (_load_schema(root).files or {}).get(".h5") == checksum_file(path)
+    except (OSError, DamagedStoreError):
         return False
 
 
@@ -201,20 +231,25 @@ def _why_no_store(path: str) -> Problem:
     return Problem(f"not a shardstore store: no {JSON_NAME} in it", path, hint=hint)
 
 
-def load(path: str | Path, fingerprint: str | None = None) -> Index:
+def load(path: str | Path, fingerprint: str | None = None, follow_links: bool = False) -> Index:
     """Open the index of a store. Cost does not grow with the number of samples.
 
     Args:
         path: the store.
         fingerprint: if given, the store must still be this one.
+        follow_links: open files of the store that are links leading out of it.
 
     Raises:
         NoStoreError: there is no finished store.
-        DamagedStoreError: its description or shard table is damaged, or a file of the index is missing or cut.
+        DamagedStoreError: its description or shard table is damaged; a file of the index is missing or cut, or a link
+            that leads out of the store.
     """
     path = os.path.abspath(path)
     root = locate(path)
-    schema = _load_schema(path, root)
+    if root != path:
+        _check_place(f"{path}{HDF5_FOLDER}", f"{os.path.basename(root)}/{JSON_NAME}", follow_links)
+    _check_place(root, JSON_NAME, follow_links)
+    schema = _load_schema(root)
     if fingerprint not in (None, schema.fingerprint):
         raise DamagedStoreError(Problem("the store was replaced while it was in use", path, hint="Open it again."))
     if schema.container == "hdf5" and os.path.basename(path) != schema.name:
@@ -222,6 +257,8 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
         raise DamagedStoreError(Problem("an HDF5 store was renamed", path, expected=schema.name, hint=hint))
     for name, (size, _) in (schema.files or {}).items():
         file = path if name == ".h5" else f"{root}/{name}"
+        if name != ".h5":  # which the user named
+            _check_place(root, name, follow_links)
         got = os.path.getsize(file) if os.path.isfile(file) else None
         if got != size:
             what = "a file of the store is missing" if got is None else "a file of the store has another size"
@@ -230,17 +267,33 @@ def load(path: str | Path, fingerprint: str | None = None) -> Index:
     if len(shards) != schema.shards:
         length = Problem("the shard table has another length", path, expected=f"{schema.shards}", got=f"{len(shards)}")
         raise DamagedStoreError(replace(length, hint=_REPAIR))
-    return Index(path, root, schema, shards)
+    index = Index(path, root, schema, shards, follow_links)
+    _check_counts(index)
+    return index
 
 
-def _load_schema(path: str, root: str) -> Schema:
+def _check_counts(index: Index) -> None:
+    """Raise DamagedStoreError for more samples than the first shard has bytes for: what is worked out for all samples
+    takes memory by this number. Few are not looked at."""
+    count = min(index.schema.samples, index.schema.shard_samples)
+    for array in index.schema.arrays:
+        needed = count * array.item_bytes
+        if needed > _MUCH and array.codec == "none" and not array.name.endswith(".data"):
+            path = index.shard_path(0, array.name)
+            size = os.path.getsize(path) if os.path.isfile(path) else 0
+            if size < needed:
+                what = Problem("the shard file is too short for its samples", path, array.name, 0, hint=_REPAIR)
+                raise DamagedStoreError(replace(what, expected=f"at least {needed} bytes", got=f"{size}"))
+
+
+def _load_schema(root: str) -> Schema:
     file = f"{root}/{JSON_NAME}"
     try:
         if os.path.getsize(file) > _MAX_JSON:
             raise ValueError(f"it is larger than {_MAX_JSON} bytes")
         with open(file, "rb") as f:
             return from_json(f.read())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedStoreError(Problem(f"cannot be used: {error}", file, hint=_REPAIR)) from error
 
 

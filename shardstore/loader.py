@@ -85,7 +85,7 @@ class ShardDataset(IterableDataset[Any]):
             raise OptionError(f"threads must be 0 or more, and more than 0 only with a batch_size; got {threads}")
         if drop_last and options is not None and options.exact:
             raise OptionError("exact drops nothing, and drop_last does: choose one")
-        index = load(path)
+        index = load(path, follow_links=options is not None and options.follow_links)
         self._samples = SampleReader(Reader(index, options), View(fields, transform, transforms, image_type))
         self.batch_size, self.drop_last, self.threads = batch_size, drop_last, threads
         self.shuffle, self.seed = shuffle, _integer("seed", seed)

@@ -16,6 +16,7 @@ from shardstore.schema import Field
 _ORDER_AT_ONCE = 4096  # sample numbers worked out together: a keyed permutation of few costs as much as of many
 _BATCHES_LOOKED_AT = 4  # by the hint about sorted stores
 _USUAL_BATCH = 64  # where the DataLoader makes the batches, for the same hint
+_MOST_IN_A_BLOCK = 1 << 20  # samples: what says more is no picture
 _ENOUGH = 0.6  # of the classes that a batch of mixed samples would show
 
 
@@ -27,8 +28,8 @@ def window_and_block(reader: Reader, fields: Sequence[Field], batch_size: int | 
     for field in fields:
         array = schema.array(field.name if field.kind == "array" else f"{field.name}.data")[1]
         if array.codec != "none":
-            samples = max(1, schema.samples // len(reader.index.table(array.name)))
-            blocks.append((samples, array.chunk_items * array.item_bytes))
+            samples = max(1, min(schema.samples // len(reader.index.table(array.name)), _MOST_IN_A_BLOCK))
+            blocks.append((samples, max(1, array.chunk_items * array.item_bytes)))
     if not blocks:
         return 0, 1
     samples, nbytes = max(blocks)

@@ -32,6 +32,8 @@ def measure(path: str, dtype: np.dtype[Any], item_shape: tuple[int, ...] = ()) -
     with open(path, "rb") as f:
         start = f.read(_PREFIX)
         length = _PREFIX + int.from_bytes(start[8:], "little")
+        if not item:
+            raise ValueError("items of no bytes")
         items, rest = divmod(os.fstat(f.fileno()).st_size - length, item)
         if rest or items < 0 or start + f.read(length - _PREFIX) != header(dtype, (items, *item_shape)):
             raise ValueError(f"its header is not that of the array of {dtype} that should be here")

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict, get_args
 from shardstore.codecs import CODECS, Codec
 from shardstore.errors import OptionError
 from shardstore.images import FITS, Fit
+from shardstore.opening import MAX_PIXELS
 from shardstore.schema import CONTAINERS, Container
 
 Store = Literal["auto", "encoded", "pixels"]
@@ -43,6 +44,7 @@ class ConvertOptions:
         shuffle: store the samples in an order mixed by ``seed``.
         seed: any integer.
         check: ``full`` decodes every picture once, strictly; ``header`` only looks at its first bytes.
+        max_pixels: a picture that has more, by its header, is a bad file and is not decoded.
         on_error: ``stop`` ends with a list of all bad files, ``skip`` leaves them out.
         max_errors: stop looking for more bad files after so many.
         workers: processes; None for one a core, 1 for the calling process alone.
@@ -62,6 +64,7 @@ class ConvertOptions:
     shuffle: bool = False
     seed: int = 0
     check: Check = "full"
+    max_pixels: int = MAX_PIXELS
     on_error: OnError = "stop"
     max_errors: int = 1000
     workers: int | None = None
@@ -82,7 +85,15 @@ class ConvertOptions:
                 raise OptionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.format not in (None, *CONTAINERS):
             raise OptionError(f"format must be one of {', '.join(CONTAINERS)}; got {self.format!r}")
-        for name in ("shard_size", "chunk_size", "max_errors", "samples_per_shard", "workers", "resize_short"):
+        for name in (
+            "shard_size",
+            "chunk_size",
+            "max_pixels",
+            "max_errors",
+            "samples_per_shard",
+            "workers",
+            "resize_short",
+        ):
             value = getattr(self, name)
             optional = name in ("samples_per_shard", "workers", "resize_short") and value is None
             if not optional and (not isinstance(value, int) or value < 1):
@@ -123,6 +134,7 @@ class Options(TypedDict, total=False):
     shuffle: bool
     seed: int
     check: Check
+    max_pixels: int
     on_error: OnError
     max_errors: int
     workers: int | None
@@ -140,6 +152,8 @@ class ReadOptions:
             for them; ``never``: none.
         window_bytes: bound, in bytes, of the decoded chunks that one reader keeps, and among which the samples of a
             compressed store are shuffled.
+        max_pixels: a stored picture that has more, by its header, is an error and is not decoded.
+        follow_links: open files of the store that are links leading out of it, as download caches make them.
         rank, world_size: which part of an epoch this process reads; None asks ``torch.distributed`` where that is
             initialised, else there is one rank.
         exact: for evaluation: repeat and drop nothing, so that ranks may make different numbers of steps.
@@ -150,6 +164,8 @@ class ReadOptions:
 
     verify: Verify = "chunk"
     window_bytes: int = WINDOW_BYTES
+    max_pixels: int = MAX_PIXELS
+    follow_links: bool = False
     rank: int | None = None
     world_size: int | None = None
     exact: bool = False
@@ -164,6 +180,8 @@ class ReadOptions:
             raise OptionError(f"rank must be in 0 .. world_size - 1; got {self.rank} of {self.world_size}")
         if self.window_bytes < 1:
             raise OptionError(f"window_bytes must be at least 1; got {self.window_bytes}")
+        if not isinstance(self.max_pixels, int) or self.max_pixels < 1:
+            raise OptionError(f"max_pixels must be a whole number, at least 1; got {self.max_pixels!r}")
         if self.on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip'; got {self.on_error!r}")
         if self.verify not in get_args(Verify):

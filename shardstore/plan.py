@@ -31,6 +31,7 @@ class Recipe:
         pixels: per field: decode or keep arrays of pixels (else the bytes are stored).
         size, fit: as the options.
         check: how an encoded picture that is kept is checked; None where it was before.
+        max_pixels: as the option.
         resize_short: as the option, where the source does not hold the resized pictures already.
     """
 
@@ -38,6 +39,7 @@ class Recipe:
     size: tuple[int, int] | None
     fit: Fit
     check: Check | None
+    max_pixels: int
     resize_short: int | None = None
 
 
@@ -113,7 +115,8 @@ def make_plan(source: Source, container: Container, options: ConvertOptions, sha
     pixels = tuple(f.content == "image" and f.kind != "bytes" for f in stored)
     content = _content_options(source, options, any(pixels))
     schema = Schema(container, len(source), shard_samples, stored, tuple(arrays), source.classes, content)
-    return Plan(schema, Recipe(pixels, options.height_width, options.fit, options.check), items, reason)
+    recipe = Recipe(pixels, options.height_width, options.fit, options.check, options.max_pixels)
+    return Plan(schema, recipe, items, reason)
 
 
 def _content_options(source: Source, options: ConvertOptions, pixels: bool) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def _stored_fields(source: Source, options: ConvertOptions, shapes: Shapes | Non
 def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes: Shapes | None) -> tuple[Field, str]:
     nbytes = int(source.lengths(field.name).sum())
     if options.height_width:
-        dtype, channels = _first_kind(source, field)
+        dtype, channels = _first_kind(source, field, options.max_pixels)
         return replace(field, kind="array", dtype=dtype, shape=(*options.height_width, channels)), ""
     if options.resize_short:
         return field, f"shorter sides above {options.resize_short} will be resized to it; sizes are estimated"
@@ -177,14 +180,14 @@ def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes
     return replace(field, kind=kind, dtype=dtype, shape=shape), reason if options.store == "auto" else ""
 
 
-def _first_kind(source: Source, field: Field) -> tuple[str, int]:
+def _first_kind(source: Source, field: Field, max_pixels: int) -> tuple[str, int]:
     """dtype and channels of the first good picture: with --size, all others must have the same."""
     from shardstore.images import decode
 
     column = source.fields.index(field)
     for number in range(len(source)):
         try:
-            array = decode(source.read(number)[column])
+            array = decode(source.read(number)[column], max_pixels)
         except SourceError:
             continue
         return np.dtype(array.dtype).newbyteorder("<").str, array.shape[2]

@@ -123,7 +123,8 @@ def _resize_part(task: _Task) -> _Part:
 
 def _signature(task: _Task) -> str:
     identity = task.source.identity()
-    made = (images.pillow_version(), task.options.resize_short, task.options.check, task.part, identity)
+    options = task.options
+    made = (images.pillow_version(), options.resize_short, options.check, options.max_pixels, task.part, identity)
     return identity and hashlib.sha256(repr(made).encode()).hexdigest()
 
 
@@ -155,9 +156,9 @@ def _make(source: Source, number: int, options: ConvertOptions) -> tuple[bytes, 
     for field, value in zip(source.fields, source.read(number), strict=True):
         if field.content != "image" or field.kind != "bytes":
             continue
-        small = images.shrink(value, options.resize_short) if field.name == picture else None
+        small = images.shrink(value, options.resize_short, options.max_pixels) if field.name == picture else None
         if small is None:
-            check_picture(value, options.check)
+            check_picture(value, options.check, options.max_pixels)
         if field.name == picture:
             made = (value if small is None else small, small is not None)
     return made

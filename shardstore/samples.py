@@ -241,7 +241,7 @@ class SampleReader:
         if field.kind != "bytes":
             return value
         try:
-            return images.decode(value)
+            return images.decode(value, self.reader.options.max_pixels)
         except ImageError as error:
             raise ImageError(self._place(error.problem, field, number)) from error
 
@@ -249,7 +249,7 @@ class SampleReader:
         index = self.reader.index
         shard = number // index.schema.shard_samples
         where: dict[str, Any] = {"path": index.shard_path(shard, f"{field.name}.data"), "shard": shard}
-        hint = "The stored bytes are those of the source: see `shardstore validate --level decode`."
+        hint = problem.hint or "The stored bytes are those of the source: see `shardstore validate --level decode`."
         return replace(problem, **where, field=field.name, sample=number, key=self.reader.key(number), hint=hint)
 
     def _transformed(self, values: list[Any], number: int) -> Sequence[Any]:
@@ -280,7 +280,7 @@ class SampleReader:
         if field.kind != "bytes":
             return transform.apply(torch.from_numpy(value).permute(2, 0, 1), Random(key))
         try:
-            return transform.decode(value, Random(key), self._checked)
+            return transform.decode(value, Random(key), self._checked, self.reader.options.max_pixels)
         except ImageError as error:
             raise ImageError(self._place(error.problem, field, number)) from error
 

@@ -9,8 +9,9 @@ import functools
 import hashlib
 import json
 import keyword
-import os
+import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from shardstore.files import crc32c
 
 FORMAT_VERSION = 0
 HDF5_FOLDER = ".shards"  # beside NAME.h5
+REJECTS = "rejects.jsonl"  # a line of JSON for each bad file that was left out: key and reason
 CHUNK = np.dtype(
     [("offset", "<u8"), ("nbytes", "<u4"), ("crc32c", "<u4"), ("first", "<i8"), ("count", "<u4"), ("shard", "<u4")]
 )
@@ -81,7 +83,7 @@ class Array:
     @functools.cached_property
     def item_bytes(self) -> int:
         """Bytes of one item, uncompressed."""
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.item_shape, dtype=np.int64))
+        return np.dtype(self.dtype).itemsize * math.prod(self.item_shape)  # of Python's integers: no wrapping
 
 
 @dataclass(frozen=True)
@@ -237,25 +239,55 @@ def _check_schema(schema: Schema) -> None:
         _check_array(array, schema, sure)
     sure(schema.classes is None or all(isinstance(name, str) for name in schema.classes), "a class name is no text")
     sure(isinstance(schema.options, dict), "options are no table")
+    _check_options(schema.options, sure)
     files = schema.files or {}
-    sure(all(size >= 0 and 0 <= crc < 1 << 32 for size, crc in files.values()), "impossible sizes or checksums")
-    tables = {f"index/{name}.npy" for name in ("shards", *(f"{a.name}.chunks" for a in schema.arrays))}
-    sure(tables <= files.keys(), "files of the index are not listed")
-    for path in files:
-        sure(not os.path.isabs(path) and ".." not in re.split(r"[/\\]", path), f"path {path!r} leads out of the store")
+    sure(all(0 <= size < 1 << 62 and 0 <= crc < 1 << 32 for size, crc in files.values()), "impossible sizes")
+    sure(_needed_files(schema) <= files.keys(), "files of the index are not listed")
+    for path in files.keys() - _needed_files(schema) - {REJECTS}:
+        raise ValueError(f"path {path!r} is none of a store's files")
+
+
+def _needed_files(schema: Schema) -> set[str]:
+    """Paths of all files that a store has beside its shards and its description."""
+    needed = {f"index/{name}.npy" for name in ("shards", *(f"{a.name}.chunks" for a in schema.arrays))}
+    if schema.container == "hdf5":
+        return needed | {".h5"}
+    return needed | {f"{node}zarr.json" for node in zarr_nodes(schema)} if schema.container == "zarr" else needed
+
+
+def zarr_nodes(schema: Schema) -> dict[str, Array | None]:
+    """Each group (None) and array of a Zarr store by its folder, which is empty or ends in a slash."""
+    groups: dict[str, Array | None] = {"": None, **{f"{f.name}/": None for f in schema.fields}}
+    return groups | {f"{array.name.replace('.', '/')}/": array for array in schema.arrays}
+
+
+def _check_options(options: Mapping[str, Any], sure: Sure) -> None:
+    """Those that later code looks at; the others are for people."""
+    for name, value in options.items():
+        plain = [value] if not isinstance(value, list) else value
+        sure(all(v is None or isinstance(v, str | int | float) for v in plain), f"option {name}")
+    size = options.get("size")
+    sure(size is None or (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))), "option size")
+    sure(options.get("fit", "crop") in ("crop", "pad", "stretch"), "option fit")
+    sure(options.get("resize_short") is None or _is_count(options["resize_short"]), "option resize_short")
 
 
 def _check_field(field: Field, sure: Sure) -> None:
     sure(isinstance(field.name, str) and _is_name(field.name), f"{field.name!r} is no field name")
     sure(field.kind in get_args(Kind) and field.content in get_args(Content), f"field {field.name}: unknown kind")
     sure(
-        isinstance(field.dtype, str) and bool(re.fullmatch(r"[|<][biuf]\d{1,2}", field.dtype)), f"dtype {field.dtype!r}"
+        isinstance(field.dtype, str) and bool(re.fullmatch(r"\|[biu]1|<[iu][248]|<f[248]", field.dtype)),
+        f"dtype {field.dtype!r}",
     )
     shape = field.shape
     sure(len(shape) <= 32 and all(type(n) is int and -1 <= n < 1 << 32 for n in shape), f"shape of field {field.name}")
     sure(field.kind != "array" or -1 not in shape, f"field {field.name}: an open shape")
     sure(field.kind != "bytes" or (shape == (-1,) and field.dtype == "|u1"), f"field {field.name}: bytes are |u1")
     sure(field.content != "image" or field.kind == "bytes" or len(shape) == 3, f"field {field.name}: no picture")
+    number = field.kind == "array" and shape == () and field.dtype[1] in "iu"
+    sure(field.content != "label" or number, f"field {field.name}: labels are whole numbers")
+    sure(field.content != "text" or field.kind == "bytes", f"field {field.name}: text is bytes")
+    sure(field.kind != "ragged" or len(shape) > 0, f"field {field.name}: one number cannot vary in shape")
 
 
 def _check_array(array: Array, schema: Schema, sure: Sure) -> None:
@@ -276,4 +308,5 @@ def _is_count(value: object) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)
+    plain = unicodedata.normalize("NFKC", name) == name  # as Python itself takes identifiers
+    return plain and name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstore.errors import Problem, printable
-from shardstore.index import REJECTS
 from shardstore.plan import human
-from shardstore.schema import Schema
+from shardstore.schema import REJECTS, Schema
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import torch
 
 from shardstore import images
 from shardstore.errors import OptionError
+from shardstore.opening import MAX_PIXELS
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]  # y, x, height, width
@@ -63,9 +64,10 @@ class Transform:
         """Transform a tensor (channels, height, width)."""
         raise NotImplementedError
 
-    def decode(self, data: bytes, random: Random, checked: bool = False) -> torch.Tensor:
-        """Decode a picture file and transform it; ``checked`` if it is known to be a good one, unchanged."""
-        return self.apply(_tensor(images.decode(data)), random)
+    def decode(self, data: bytes, random: Random, checked: bool = False, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
+        """Decode a picture file, of at most ``max_pixels``, and transform it; ``checked`` if it is known to be a good
+        one, unchanged."""
+        return self.apply(_tensor(images.decode(data, max_pixels)), random)
 
 
 class _Cropping(Transform):
@@ -82,12 +84,12 @@ class _Cropping(Transform):
         (y, x, h, w), size = self.box(image.shape[-2], image.shape[-1], random)
         return _resized(image[..., y : y + h, x : x + w], size)
 
-    def decode(self, data: bytes, random: Random, checked: bool = False) -> torch.Tensor:
+    def decode(self, data: bytes, random: Random, checked: bool = False, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
         """Decode what is cut, and resize it."""
-        header = images.probe(data)
+        header = images.probe(data, max_pixels)
         (y, x, h, w), size = self.box(*header.shape[:2], random)
         scale = 1 if self.exact else next((s for s in _SCALES if h >= s * size[0] and w >= s * size[1]), 1)
-        array = images.decode_part(data, y + h if checked else None, scale)
+        array = images.decode_part(data, y + h if checked else None, scale, max_pixels)
         top, left, bottom, right = (round(n / scale) for n in (y, x, y + h, x + w))
         return _resized(_tensor(array[top:bottom, left:right]), size)
 
@@ -184,11 +186,11 @@ class Compose(Transform):
         """All in turn."""
         return self._rest(self.transforms, image, random)
 
-    def decode(self, data: bytes, random: Random, checked: bool = False) -> Any:
+    def decode(self, data: bytes, random: Random, checked: bool = False, max_pixels: int = MAX_PIXELS) -> Any:
         """Decode as the first one needs it, and go on."""
         first = self.transforms[0]
         assert isinstance(first, Transform)
-        return self._rest(self.transforms[1:], first.decode(data, random, checked), random)
+        return self._rest(self.transforms[1:], first.decode(data, random, checked, max_pixels), random)
 
     def _rest(self, transforms: Sequence[Callable[[Any], Any]], image: Any, random: Random) -> Any:
         for transform in transforms:

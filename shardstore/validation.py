@@ -18,8 +18,10 @@ import numpy as np
 from shardstore import formats, images, prove
 from shardstore.chunks import Reader
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
-from shardstore.files import checksum_file, crc32c
+from shardstore.files import checksum_file, crc32c, leads_out
 from shardstore.index import JSON_NAME, Index, lacks_description, load
+from shardstore.opening import MAX_PIXELS
+from shardstore.options import ReadOptions
 from shardstore.plan import Recipe
 from shardstore.pool import Pool, Progress
 from shardstore.schema import Field, shard_files
@@ -29,6 +31,7 @@ from shardstore.write import make_values
 Level = Literal["structure", "checksum", "decode", "source"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _RESTORE = "Restore the file from a copy, or convert the source again with --overwrite."
+_COPY = "Copy the store with its links resolved (cp -rL)."
 _FOLDER_STEP = 256  # pictures of a plain folder checked in one task
 
 
@@ -37,6 +40,7 @@ def validate(
     *,
     level: Level = "checksum",
     source: str | Path | None = None,
+    max_pixels: int = MAX_PIXELS,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[Problem]:
@@ -46,6 +50,7 @@ def validate(
         path: a store, or a folder of images (each picture is decoded then, whatever the level).
         level: how deep, see above.
         source: the folder the store was made from; level ``source`` needs it.
+        max_pixels: a picture that has more, by its header, is a problem and is not decoded.
         workers: processes; None for one a core.
         progress: called with (samples done, samples in all).
 
@@ -71,46 +76,47 @@ def validate(
             raise OptionError(
                 Problem("only a store can be compared with a folder, and this is none", os.fspath(path))
             ) from None
-        return _validate_folder(FolderSource.scan(os.fspath(path)), workers, report)
+        return _validate_folder(FolderSource.scan(os.fspath(path)), max_pixels, workers, report)
     except ShardstoreError as error:
         return [error.problem]
-    return _validate_store(index, level, source, workers, report)
+    return _validate_store(index, level, source, max_pixels, workers, report)
 
 
-def _validate_folder(source: FolderSource, workers: int | None, report: Progress) -> list[Problem]:
+def _validate_folder(source: FolderSource, max_pixels: int, workers: int | None, report: Progress) -> list[Problem]:
     steps = [np.arange(a, min(a + _FOLDER_STEP, len(source))) for a in range(0, len(source), _FOLDER_STEP)]
     problems: dict[int, list[Problem]] = {}
     done = 0
     with Pool(workers, None) as pool:
-        for first, found in pool.run(_check_pictures, ((int(s[0]), source.take(s)) for s in steps)):
+        for first, found in pool.run(_check_pictures, ((int(s[0]), source.take(s), max_pixels) for s in steps)):
             problems[first] = found
             done += min(_FOLDER_STEP, len(source) - first)
             report(done, len(source))
     return [p for first in sorted(problems) for p in problems[first]]
 
 
-def _check_pictures(task: tuple[int, FolderSource]) -> tuple[int, list[Problem]]:
-    first, source = task
+def _check_pictures(task: tuple[int, FolderSource, int]) -> tuple[int, list[Problem]]:
+    first, source, max_pixels = task
     problems = []
     for number in range(len(source)):
         try:
-            images.decode(source.read(number)[0])
+            images.decode(source.read(number)[0], max_pixels)
         except SourceError as error:
-            hint = "Mend or remove it, or convert with --on-error skip."
+            hint = error.problem.hint or "Mend or remove it, or convert with --on-error skip."
             path = f"{source.root}/{source.key(number)}"
             problems.append(replace(error.problem, path=path, key=source.key(number), hint=hint))
     return first, problems
 
 
 def _validate_store(
-    index: Index, level: Level, source: str | Path | None, workers: int | None, report: Progress
+    index: Index, level: Level, source: str | Path | None, max_pixels: int, workers: int | None, report: Progress
 ) -> list[Problem]:
     depth = LEVELS.index(level)
     problems = _check_tables(index) + _find_strangers(index) + (_check_other_files(index) if depth >= 1 else [])
     tables_good = not problems
+    problems += _check_metadata(index, {problem.path for problem in problems})
     found: dict[int, list[Problem]] = {}
     with Pool(workers, None) as pool:
-        check = functools.partial(_check_shard, index, depth if tables_good else min(depth, 1), tables_good)
+        check = functools.partial(_check_shard, index, depth if tables_good else min(depth, 1), tables_good, max_pixels)
         done = 0
         for shard, some in pool.run(check, range(index.schema.shards)):
             found[shard] = some
@@ -118,7 +124,7 @@ def _validate_store(
             report(done, index.schema.samples)
     problems += [p for shard in sorted(found) for p in found[shard]]
     if source is not None and not problems:
-        problems += list(_compare(index, FolderSource.scan(os.fspath(source))))
+        problems += list(_compare(index, FolderSource.scan(os.fspath(source)), max_pixels))
     return problems
 
 
@@ -135,12 +141,28 @@ def _find_strangers(index: Index) -> list[Problem]:
     known |= {path for shard in range(index.schema.shards) for path in shard_files(index.schema, shard)}
     problems = []
     for folder, folders, files in os.walk(index.root):
+        for name in folders:
+            if elsewhere := leads_out(index.root, os.path.relpath(f"{folder}/{name}", index.root).replace(os.sep, "/")):
+                problems.append(
+                    Problem(f"a link leads out of the store, to {elsewhere}", f"{folder}/{name}", hint=_COPY)
+                )
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = os.path.relpath(f"{folder}/{name}", index.root).replace(os.sep, "/")
             if path not in known and not name.startswith("."):
                 problems.append(Problem("a file that is no part of the store", f"{folder}/{name}", hint="Remove it."))
     return sorted(problems, key=str)
+
+
+def _check_metadata(index: Index, known: set[str | None]) -> list[Problem]:
+    """What plain tools read beside the shards must lead to these alone. ``known``: files whose problem was told."""
+    if index.schema.container == "hdf5":
+        if index.path in known:
+            return []
+        if damaged := _check_file(index.path, *(index.schema.files or {})[".h5"]):
+            return damaged  # and is not opened: HDF5's library may crash on it
+    found = formats.load(index.schema.container).astray(index.root, index.schema, index.path)
+    return [Problem(f"leads plain tools astray: {what}", f, hint=_RESTORE) for f, what in found if f not in known]
 
 
 def _check_other_files(index: Index) -> list[Problem]:
@@ -164,12 +186,17 @@ def _check_file(file: str, size: int, crc: int, **where: Any) -> list[Problem]:
     return [Problem(what, file, expected=expected, got=found, hint=_RESTORE, **where)]
 
 
-def _check_shard(index: Index, depth: int, tables_good: bool, shard: int) -> tuple[int, list[Problem]]:
+def _check_shard(index: Index, depth: int, tables_good: bool, max_pixels: int, shard: int) -> tuple[int, list[Problem]]:
     problems: list[Problem] = []
     row = index.shards[shard]
     for file, size, crc in zip(shard_files(index.schema, shard), row["size"], row["crc32c"], strict=True):
         path = f"{index.root}/{file}"
         got = os.path.getsize(path) if os.path.isfile(path) else None
+        try:
+            index.check_place(path)
+        except ShardstoreError as error:
+            problems.append(replace(error.problem, shard=shard))
+            continue
         if got is None:
             problems.append(Problem("a shard file is missing", path, shard=shard, hint=_RESTORE))
         elif got != size:
@@ -184,7 +211,7 @@ def _check_shard(index: Index, depth: int, tables_good: bool, shard: int) -> tup
         return shard, problems
     problems += _check_places(index, shard)
     if depth >= 2 and not problems:
-        problems += _decode_shard(index, shard)
+        problems += _decode_shard(index, shard, max_pixels)
     return shard, problems
 
 
@@ -220,8 +247,8 @@ def _check_places(index: Index, shard: int) -> list[Problem]:
     return problems
 
 
-def _decode_shard(index: Index, shard: int) -> list[Problem]:
-    reader, schema = Reader(index), index.schema
+def _decode_shard(index: Index, shard: int, max_pixels: int) -> list[Problem]:
+    reader, schema = Reader(index, ReadOptions(max_pixels=max_pixels)), index.schema
     first, count = shard * schema.shard_samples, int(index.shards["count"][shard])
     problems: list[Problem] = []
     for number, field in enumerate(schema.fields):
@@ -246,16 +273,16 @@ def _decode_shard(index: Index, shard: int) -> list[Problem]:
 
 def _check_picture(reader: Reader, field: Field, shard: int, sample: int, data: bytes) -> list[Problem]:
     try:
-        images.decode(data)
+        images.decode(data, reader.options.max_pixels)
     except ImageError as error:
-        hint = "It was stored so (--check header): mend the source file and convert again."
+        hint = error.problem.hint or "It was stored so (--check header): mend the source file and convert again."
         path = reader.index.shard_path(shard, f"{field.name}.data")
         where: dict[str, Any] = {"path": path, "field": field.name, "shard": shard, "sample": sample}
         return [replace(error.problem, **where, key=reader.key(sample), hint=hint)]
     return []
 
 
-def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
+def _compare(index: Index, folder: FolderSource, max_pixels: int) -> Iterator[Problem]:
     """Samples that only one side has, or that differ."""
     schema, reader = index.schema, Reader(index)
     if "key.data" not in schema.array_names:
@@ -265,7 +292,7 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
     pixels = tuple(f.content == "image" and f.kind != "bytes" for f in schema.fields)
     size = schema.options.get("size")
     short = schema.options.get("resize_short")
-    recipe = Recipe(pixels, tuple(size) if size else None, schema.options["fit"], None, short)
+    recipe = Recipe(pixels, tuple(size) if size else None, schema.options.get("fit", "crop"), None, max_pixels, short)
     for sample in range(schema.samples):
         here = np.array([sample])
         key = reader.read("key", here)[0]
@@ -283,7 +310,7 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
             stored = reader.read(field.name, here)[0]
             same = value == stored if isinstance(value, bytes) else np.array_equal(value, stored)
             if not same and short and field.content == "image" and isinstance(value, bytes):
-                same = _made_otherwise(folder.read(number)[0], value, stored)
+                same = _made_otherwise(folder.read(number)[0], value, stored, max_pixels)
             if not same:
                 yield Problem("differs from the source", folder.root, field.name, **where, hint="Convert again.")
     for key in numbers:
@@ -292,11 +319,11 @@ def _compare(index: Index, folder: FolderSource) -> Iterator[Problem]:
             yield Problem("the source file is not in the store", folder.root, key=text, hint="Convert again to add it.")
 
 
-def _made_otherwise(source: bytes, made: bytes, stored: bytes) -> bool:
+def _made_otherwise(source: bytes, made: bytes, stored: bytes, max_pixels: int) -> bool:
     """Whether a resized picture has the same pixels: another Pillow, or other metadata, gives other bytes."""
     if made == source:  # small enough to be kept as it is
         return False
     try:
-        return np.array_equal(images.decode(made), images.decode(stored))
+        return np.array_equal(images.decode(made, max_pixels), images.decode(stored, max_pixels))
     except ImageError:
         return False

@@ -143,9 +143,9 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
     for column, (field, pixels) in enumerate(zip(fields, recipe.pixels, strict=True)):
         value = values[column]
         if recipe.resize_short and field.content == "image" and isinstance(value, bytes):
-            values[column] = value = images.shrink(value, recipe.resize_short) or value
+            values[column] = value = images.shrink(value, recipe.resize_short, recipe.max_pixels) or value
         if pixels:
-            array = images.decode(value) if isinstance(value, bytes) else value
+            array = images.decode(value, recipe.max_pixels) if isinstance(value, bytes) else value
             if recipe.size:
                 array = images.resize(array, recipe.size, recipe.fit)
             try:
@@ -153,16 +153,16 @@ def make_values(source: Source, number: int, fields: tuple[Field, ...], recipe: 
             except OptionError as error:
                 raise OptionError(replace(error.problem, key=source.key(number))) from None
         elif field.content == "image" and recipe.check:
-            check_picture(value, recipe.check)
+            check_picture(value, recipe.check, recipe.max_pixels)
     return values
 
 
-def check_picture(data: bytes, check: Check) -> None:
-    """Raise ImageError for a bad picture; ``check`` as the option."""
+def check_picture(data: bytes, check: Check, max_pixels: int) -> None:
+    """Raise ImageError for a bad picture; ``check`` and ``max_pixels`` as the options."""
     if check == "full":
-        images.decode(data)
+        images.decode(data, max_pixels)
     else:
-        images.probe(data)
+        images.probe(data, max_pixels)
 
 
 def _fitting(field: Field, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

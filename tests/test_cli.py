@@ -233,6 +233,7 @@ OPTIONS = {
     "chunk size": (["--size", "16", "--chunk-size", "2KiB"], {"size": 16, "chunk_size": 2048}),
     "shuffle": (["--shuffle", "--seed", "-7"], {"shuffle": True, "seed": -7}),
     "check": (["--check", "header"], {"check": "header"}),
+    "max pixels": (["--max-pixels", "1000000"], {"max_pixels": 1_000_000}),
     "workers": (["--workers", "2", "--samples-per-shard", "7"], {"workers": 2, "samples_per_shard": 7}),
 }  # fmt: skip
 
@@ -252,7 +253,7 @@ def test_an_option_of_convert_does_what_the_library_does(
 def test_every_option_of_convert_is_run_somewhere_in_this_file() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     options = [o for p in convert_command.params if isinstance(p, click.Option) for o in p.opts]
-    assert len(options) == 18
+    assert len(options) == 19
     assert [o for o in options if f'"{o}"' not in text] == []
 
 

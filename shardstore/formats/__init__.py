@@ -6,6 +6,7 @@ These modules know arrays and stored chunks, not fields, samples or checksums.
   each array in order, already encoded; ``close`` makes them durable, ``abort`` removes them.
 - ``scan(root, schema, shard)``: reads the finished files back and tells where each array's bytes really are.
 - ``finish(root, schema, items, main)``: writes what plain tools need beside the shards.
+- ``astray(root, schema, main)``: where that would lead plain tools elsewhere.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Format(Protocol):
 
     def finish(self, root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: str) -> None:
         """Write metadata. ``items``: for each array the items of each shard; ``main``: the file of an HDF5 store."""
+
+    def astray(self, root: str, schema: Schema, main: str) -> list[tuple[str, str]]:
+        """Files that plain tools read beside the shards, and what in them leads these elsewhere than to this store's
+        arrays: other files, other shapes, what cannot be read. Nothing that they lead to is opened."""
 
 
 def load(container: Container) -> Format:

@@ -116,12 +116,35 @@ def scan(root: str, schema: Schema, shard: int) -> dict[str, Extents]:
     path = f"{root}/{shard_files(schema, shard)[0]}"
     try:
         with h5py.File(path, "r") as file:
+            _check_links(file, schema)
             return {a.name: _scan_dataset(file[a.name.replace(".", "/")], a) for a in schema.arrays}
     except (OSError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
+def _check_links(file: Any, schema: Schema, *others: str) -> None:
+    """Raise ValueError unless a file has these datasets and no other names, each the thing itself and no link: HDF5
+    would follow it into another file."""
+    import h5py
+
+    wanted: dict[str, set[str]] = {"": {f.name for f in schema.fields} | set(others)}
+    for array in schema.arrays:
+        field, _, part = array.name.partition(".")
+        wanted.setdefault(field, set()).update({part} - {""})
+    for group, names in wanted.items():
+        if not names:
+            continue
+        node = file[group] if group else file
+        if not isinstance(node, h5py.Group) or set(node) != names:
+            raise ValueError(f"its group /{group} does not hold what it should")
+        for name in names:
+            if not isinstance(node.get(name, getlink=True), h5py.HardLink):
+                raise ValueError(f"{name!r} in its group /{group} is a link to something else")
+
+
 def _scan_dataset(dataset: Any, array: Array) -> Extents:
+    if not hasattr(dataset, "external") or dataset.is_virtual or dataset.external:
+        raise ValueError(f"{dataset.name} shows values of other files")
     if dataset.dtype != np.dtype(array.dtype) or dataset.shape[1:] != array.item_shape:
         raise ValueError(f"dataset {dataset.name} holds {dataset.dtype}{dataset.shape}")
     if array.codec == "none":
@@ -134,15 +157,65 @@ def _scan_dataset(dataset: Any, array: Array) -> Extents:
     return np.array(sorted(found), np.int64).reshape(-1, 3)[:, 1:]
 
 
+def astray(root: str, schema: Schema, main: str) -> list[tuple[str, str]]:
+    """See :mod:`shardstore.formats`."""
+    import h5py
+
+    folder = _folder(schema, main)
+    files = [f"{folder}/{shard_files(schema, shard)[0]}" for shard in range(schema.shards)]
+    try:
+        with h5py.File(main, "r") as file:
+            _check_links(file, schema, _LINKS)
+            for array in schema.arrays:
+                _check_virtual(file[array.name.replace(".", "/")], array, _total(schema, array), set(files))
+            links = {name: file[_LINKS].get(name, getlink=True) for name in file[_LINKS]}
+            found = {n: (link.filename, link.path) for n, link in links.items() if hasattr(link, "filename")}
+            if len(links) != len(found) or found != {os.path.basename(f)[: -len(".h5")]: (f, "/") for f in files}:
+                raise ValueError(f"the links in {_LINKS} do not lead to the store's shards")
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        return [(main, str(error))]
+    return []
+
+
+def _check_virtual(dataset: Any, array: Array, items: int, files: set[str]) -> None:
+    shape, dtype = (items, *array.item_shape), np.dtype(array.dtype)
+    if not hasattr(dataset, "is_virtual") or not dataset.is_virtual:
+        raise ValueError(f"{dataset.name} is no virtual dataset")
+    properties = dataset.id.get_create_plist()
+    for number in range(properties.get_virtual_count()):  # before the shape: for that HDF5 might open the sources
+        shown, name = _source_file(properties, number), properties.get_virtual_dsetname(number)
+        if shown not in files or name != array.name.replace(".", "/"):
+            raise ValueError(f"{dataset.name} shows {name} of {shown}, which is no part of it")
+    if (dataset.shape, dataset.dtype) != (shape, dtype):
+        raise ValueError(f"{dataset.name} holds {dataset.dtype}{dataset.shape} and not {dtype}{shape}")
+
+
+def _source_file(properties: Any, number: int) -> str:
+    """The file that a part of a virtual dataset comes from."""
+    try:
+        name = properties.get_virtual_filename(number).encode()
+    except UnicodeDecodeError as error:  # h5py takes all names for UTF-8
+        name = error.object
+    return os.fsdecode(name.replace(b"%%", b"%"))
+
+
+def _folder(schema: Schema, main: str) -> str:
+    return f"{os.path.basename(main)}{HDF5_FOLDER}/{schema.fingerprint}"
+
+
+def _total(schema: Schema, array: Array) -> int:
+    """Items of the dataset that shows all shards."""
+    return schema.shards * array.shard_items if array.name.endswith(".data") else schema.samples
+
+
 def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: str) -> None:
     """Write the file that shows all shards as one: ``main`` ends in the store's own name, in whatever folder."""
     import h5py
 
-    folder = f"{os.path.basename(main)}{HDF5_FOLDER}/{schema.fingerprint}"
+    folder = _folder(schema, main)
     with h5py.File(main, "w", libver=_LIBVER) as file:
         for array in schema.arrays:
-            per_sample = not array.name.endswith(".data")
-            total = schema.samples if per_sample else schema.shards * array.shard_items
+            total = _total(schema, array)
             properties = _untimed()
             for shard, count in enumerate(items[array.name]):
                 if count:

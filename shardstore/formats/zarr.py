@@ -7,6 +7,7 @@ byte for byte as zarr-python writes them: the inner chunks one after the other, 
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ import numpy as np
 
 from shardstore.files import NewFile, crc32c
 from shardstore.formats import Extents
-from shardstore.schema import Array, Schema, shard_files
+from shardstore.schema import Array, Schema, shard_files, zarr_nodes
 
 _MISSING = 2**64 - 1
+_MAX_JSON = 1 << 26  # bytes of metadata, some kB for each field
 
 
 class ShardWriter:
@@ -97,6 +99,64 @@ def _scan_object(array: Array, path: str) -> Extents:
     return np.array([[0, len(used) * inner]], np.int64)
 
 
+def astray(root: str, schema: Schema, main: str) -> list[tuple[str, str]]:
+    """See :mod:`shardstore.formats`."""
+    nodes, wrong = zarr_nodes(schema), []
+    for folder, array in nodes.items():
+        path = f"{root}/{folder}zarr.json"
+        try:
+            if os.path.getsize(path) > _MAX_JSON:
+                raise ValueError(f"it is larger than {_MAX_JSON} bytes")
+            with open(path, encoding="utf-8") as f:
+                node = json.load(f)
+            _check_node(node, schema, array)
+            if not folder:
+                _check_consolidated(node.get("consolidated_metadata"), schema, nodes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            wrong.append((path, str(error) if isinstance(error, ValueError) else repr(error)))
+    return wrong
+
+
+def _check_node(node: Any, schema: Schema, array: Array | None) -> None:
+    """Raise ValueError unless metadata are those of this array, or of a group, with its own files alone."""
+    if array is None:
+        if node["node_type"] != "group":
+            raise ValueError("it is no group")
+        return
+    expected = {
+        "node_type": "array",
+        "shape": list(_shape(schema, array)),
+        "data_type": np.dtype(array.dtype).name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [array.shard_items, *array.item_shape]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+    }
+    for name, value in expected.items():
+        if node[name] != value:
+            raise ValueError(f"its {name} is {node[name]} and not {value}")
+    if node.get("storage_transformers"):
+        raise ValueError("it has storage transformers")
+    (sharding,) = node["codecs"]
+    inner = [codec["name"] for codec in sharding["configuration"]["codecs"]]
+    if sharding["name"] != "sharding_indexed" or inner != ["bytes", *(["zstd"] if array.codec == "zstd" else [])]:
+        raise ValueError("its codecs are not those of the store")
+
+
+def _check_consolidated(copy: Any, schema: Schema, nodes: Mapping[str, Array | None]) -> None:
+    if copy is None:
+        return
+    if copy["kind"] != "inline" or {f"{name}/" for name in copy["metadata"]} != nodes.keys() - {""}:
+        raise ValueError("its consolidated metadata are of other arrays")
+    for name, node in copy["metadata"].items():
+        _check_node(node, schema, nodes[f"{name}/"])
+        if (node.get("consolidated_metadata") or {}).get("metadata"):
+            raise ValueError("its consolidated metadata are of other arrays")
+
+
+def _shape(schema: Schema, array: Array) -> tuple[int, ...]:
+    streamed = array.name.endswith(".data")
+    return (schema.shards * array.shard_items if streamed else schema.samples, *array.item_shape)
+
+
 def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: str) -> None:
     """Write ``zarr.json`` for the group and each array, consolidated in the root as well."""
     import zarr
@@ -111,11 +171,10 @@ def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: 
             zarr.create_group(store, path=field.name, zarr_format=3)
     for array in schema.arrays:
         codecs: list[Any] = [ZstdCodec(level=ZSTD_LEVEL, checksum=False)] if array.codec == "zstd" else []
-        per_sample = not array.name.endswith(".data")
         zarr.create_array(
             store,
             name=array.name.replace(".", "/"),
-            shape=(schema.samples if per_sample else schema.shards * array.shard_items, *array.item_shape),
+            shape=_shape(schema, array),
             dtype=array.dtype,
             chunks=(array.chunk_items, *array.item_shape),
             shards=(array.shard_items, *array.item_shape),

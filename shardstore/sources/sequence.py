@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,7 +140,7 @@ def _names(given: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Identifiers for these names, and a note for each that had to change."""
     names: list[str] = []
     for name in map(str, given):
-        new = re.sub(r"\W", "_", name).lstrip("_") or "field"
+        new = re.sub(r"\W", "_", unicodedata.normalize("NFKC", name)).lstrip("_") or "field"
         new = new if new.isidentifier() else f"field_{new}"
         new += "_" if keyword.iskeyword(new) else ""
         while new in names:
@@ -160,7 +161,7 @@ def _value(value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise SourceError(f"values of type {type(value).__name__} (dtype {array.dtype}) cannot be stored")
     return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
 
