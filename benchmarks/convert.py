@@ -24,7 +24,7 @@ from writers import WRITERS
 
 
 def _decode_some(files: list[Path]) -> int:
-    from shardstore import images
+    from shardstore.pictures import images
 
     return sum(images.decode(file.read_bytes()).shape[0] for file in files)
 

@@ -33,8 +33,8 @@ def simulate(folder: Path) -> Path:
     from PIL import Image
 
     import shardstore
-    from shardstore import index, npyfile
-    from shardstore.schema import CHUNK, shard_dtype, to_json
+    from shardstore.store import index, npyfile
+    from shardstore.store.schema import CHUNK, shard_dtype, to_json
 
     source = folder / "imgs" / "a"
     source.mkdir(parents=True)
@@ -63,13 +63,13 @@ def simulate(folder: Path) -> Path:
 
 
 def measure_open(store: str) -> dict[str, float]:
-    import shardstore.loader  # what any training has imported
-    from shardstore import index
+    import shardstore.loading.loader  # what any training has imported
+    from shardstore.store import index
 
     before, t = private_bytes(), time.perf_counter()
     opened = index.load(store)
     milliseconds = (time.perf_counter() - t) * 1e3
-    dataset = shardstore.loader.ShardDataset(store, batch_size=64)
+    dataset = shardstore.loading.loader.ShardDataset(store, batch_size=64)
     rows = len(opened.table("image")) + len(dataset)
     return {"ms": milliseconds, "private MB": (private_bytes() - before) / 1e6, "rows and steps": rows}
 

@@ -9,8 +9,8 @@ import click
 
 import shardstore
 from shardstore.cli.output import progress_bar, show_json
-from shardstore.opening import MAX_PIXELS
-from shardstore.options import CHUNK_BYTES, SHARD_BYTES
+from shardstore.converting.options import CHUNK_BYTES, SHARD_BYTES
+from shardstore.pictures.opening import MAX_PIXELS
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 

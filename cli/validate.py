@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 import shardstore
+from shardstore.checking.validation import LEVELS, Level
 from shardstore.cli.output import progress_bar, show_json, show_problems
-from shardstore.opening import MAX_PIXELS
-from shardstore.validation import LEVELS, Level
+from shardstore.pictures.opening import MAX_PIXELS
 
 _PROBLEMS_FOUND = 1
 _SHOWN = 50

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardstore.conversion import convert
-    from shardstore.dataset import Dataset, open
+    from shardstore.checking.validation import validate
+    from shardstore.converting.conversion import convert
     from shardstore.errors import (
         DamagedStoreError,
         ImageError,
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         StackError,
     )
     from shardstore.exporting import export
-    from shardstore.loader import ShardDataset
+    from shardstore.loading.dataset import Dataset, open
+    from shardstore.loading.loader import ShardDataset
+    from shardstore.loading.position import change_workers
     from shardstore.options import ReadOptions
-    from shardstore.position import change_workers
-    from shardstore.validation import validate
 
 __all__ = [
     "DamagedStoreError",
@@ -48,14 +48,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Dataset": "dataset",
+    "Dataset": "loading.dataset",
     "ReadOptions": "options",
-    "ShardDataset": "loader",
-    "change_workers": "position",
-    "convert": "conversion",
+    "ShardDataset": "loading.loader",
+    "change_workers": "loading.position",
+    "convert": "converting.conversion",
     "export": "exporting",
-    "open": "dataset",
-    "validate": "validation",
+    "open": "loading.dataset",
+    "validate": "checking.validation",
 }
 
 

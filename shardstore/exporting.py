@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from shardstore import images
-from shardstore.chunks import Reader
 from shardstore.errors import OptionError, Problem, printable
-from shardstore.files import write_file
-from shardstore.index import load
 from shardstore.options import ReadOptions
+from shardstore.pictures import images
 from shardstore.pool import Progress
-from shardstore.schema import Field, Schema
+from shardstore.store.chunks import Reader
+from shardstore.store.files import write_file
+from shardstore.store.index import load
+from shardstore.store.schema import Field, Schema
 
 _ANY = 1 << 62  # pixels: only the format is asked for
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardstore import images
 from shardstore.errors import OptionError
-from shardstore.opening import MAX_PIXELS
+from shardstore.pictures import images
+from shardstore.pictures.opening import MAX_PIXELS
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]  # y, x, height, width

@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import shardstore
-from shardstore import DamagedStoreError, ReadOptions, ShardDataset, StackError, aio
-from shardstore.index import load
+from shardstore import DamagedStoreError, ReadOptions, ShardDataset, StackError
+from shardstore.store import aio
+from shardstore.store.index import load
 
 try:
     from torchvision import tv_tensors

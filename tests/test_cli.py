@@ -32,8 +32,8 @@ import shardstore
 from shardstore.cli.convert import convert as convert_command
 from shardstore.cli.main import group
 from shardstore.cli.validate import validate as validate_command
+from shardstore.converting.options import ConvertOptions, Options
 from shardstore.errors import Problem
-from shardstore.options import ConvertOptions, Options
 
 FINE, PROBLEMS, FAILURE, INTERRUPTED = 0, 1, 2, 130
 TARGETS = {"zarr": "out.zarr", "hdf5": "out.h5", "npy": "out"}

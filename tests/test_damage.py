@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardstore
-from shardstore.index import load
+from shardstore.store.index import load
 
 SHARD_SAMPLES = 4
 SAMPLES = 11  # two whole shards and a short one

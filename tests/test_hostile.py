@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader
 
 import shardstore
 from shardstore import ReadOptions, ShardstoreError
-from shardstore.index import load
-from shardstore.opening import MAX_PIXELS
+from shardstore.pictures.opening import MAX_PIXELS
+from shardstore.store.index import load
 from shardstore.transforms import RandomResizedCrop
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sorted by class")
@@ -174,7 +174,7 @@ def test_pickles_in_any_file_of_a_store_are_never_loaded(copied: Callable[[str],
 def test_pickles_among_the_records_of_an_interrupted_run_are_never_loaded(
     tmp_path: Path, images_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardstore import ledger
+    from shardstore.converting import ledger
 
     marker = tmp_path / "ran"
     monkeypatch.setattr(ledger, "save", _saved_with(Payload(marker)))

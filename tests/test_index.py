@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore import prove
-from shardstore.index import load
-from shardstore.schema import from_json, to_json
+from shardstore.store import prove
+from shardstore.store.index import load
+from shardstore.store.schema import from_json, to_json
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "npy-encoded": ("npy", {"store": "encoded"}),

@@ -32,9 +32,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import shardstore
-from shardstore import DamagedStoreError, OptionError, ReadOptions, ShardDataset, aio, files, ring
-from shardstore.chunks import Reader
-from shardstore.index import load
+from shardstore import DamagedStoreError, OptionError, ReadOptions, ShardDataset
+from shardstore.loading import ring
+from shardstore.store import aio, files
+from shardstore.store.chunks import Reader
+from shardstore.store.index import load
 
 Make = Callable[..., Path]
 Values = dict[str, dict[str, Any]]

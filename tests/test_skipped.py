@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 import shardstore
-from shardstore.index import load
-from shardstore.schema import shard_files
+from shardstore.store.index import load
+from shardstore.store.schema import shard_files
 
 CONTAINERS = {"npy": "out", "zarr": "out.zarr", "hdf5": "out.h5"}
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 import shardstore
 from shardstore import DamagedStoreError, ImageError, OptionError, ReadOptions, ShardDataset, StackError
-from shardstore.index import load
+from shardstore.store.index import load
 
 Make = Callable[..., Path]
 Steps = list[list[str]]
@@ -673,7 +673,7 @@ NOTE = f"more than {LIMIT} samples in a row"
 @pytest.fixture
 def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     # The true limit needs ten thousand damaged samples; what happens at it is the same.
-    monkeypatch.setattr("shardstore.skipping.LIMIT", LIMIT)
+    monkeypatch.setattr("shardstore.loading.skipping.LIMIT", LIMIT)
 
 
 @pytest.mark.usefixtures("low_limit")
@@ -726,7 +726,7 @@ def test_a_run_ends_with_its_pass(flipped: Callable[..., Sick], batch_size: int 
 
 
 def test_the_limit_is_one_of_many_samples() -> None:
-    from shardstore import skipping
+    from shardstore.loading import skipping
 
     assert skipping.LIMIT > 500
 
@@ -745,7 +745,7 @@ def test_a_store_in_which_nothing_can_be_read_ends_with_the_error(
     limit: int | None,
 ) -> None:
     if limit is not None:
-        monkeypatch.setattr("shardstore.skipping.LIMIT", limit)  # as in low_limit; None: the true one
+        monkeypatch.setattr("shardstore.loading.skipping.LIMIT", limit)  # as in low_limit; None: the true one
     path = copied(sound(container))
     for shard in range(load(path).schema.shards):
         shard_of(path, shard, "image.data").unlink()

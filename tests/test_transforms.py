@@ -18,7 +18,8 @@ from torchvision.transforms import functional as reference
 from torchvision.transforms import v2
 
 import shardstore
-from shardstore import OptionError, ReadOptions, ShardDataset, early, images
+from shardstore import OptionError, ReadOptions, ShardDataset
+from shardstore.pictures import early, images
 from shardstore.transforms import CenterCrop, Compose, Random, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 SUBSAMPLING = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}

@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardstore
-from shardstore import ReadOptions, early
-from shardstore.files import Files
-from shardstore.index import load
+from shardstore import ReadOptions
+from shardstore.pictures import early
+from shardstore.store.files import Files
+from shardstore.store.index import load
 from shardstore.transforms import RandomResizedCrop
 
 SAMPLES, SHARD_SAMPLES, BATCH = 11, 4, 3

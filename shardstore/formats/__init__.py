@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from shardstore.schema import Container, Schema
+from shardstore.store.schema import Container, Schema
 
 Extents = np.ndarray[Any, np.dtype[np.int64]]  # shape (n, 2): offset and nbytes
 

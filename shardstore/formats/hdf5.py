@@ -16,7 +16,7 @@ import numpy as np
 
 from shardstore.errors import OptionError, Problem
 from shardstore.formats import Extents
-from shardstore.schema import HDF5_FOLDER, Array, Schema, shard_files
+from shardstore.store.schema import HDF5_FOLDER, Array, Schema, shard_files
 
 _LIBVER = ("earliest", "v110")  # what HDF5 2.0 writes as "latest" cannot be opened by 1.14
 _ZSTD_FILTER = 32015  # registered with The HDF Group

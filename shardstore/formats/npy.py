@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardstore import npyfile
-from shardstore.files import NewFile
 from shardstore.formats import Extents
-from shardstore.schema import Schema, shard_files
+from shardstore.store import npyfile
+from shardstore.store.files import NewFile
+from shardstore.store.schema import Schema, shard_files
 
 
 class ShardWriter:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.files import NewFile, crc32c
 from shardstore.formats import Extents
-from shardstore.schema import Array, Schema, shard_files, zarr_nodes
+from shardstore.store.files import NewFile, crc32c
+from shardstore.store.schema import Array, Schema, shard_files, zarr_nodes
 
 _MISSING = 2**64 - 1
 _MAX_JSON = 1 << 26  # bytes of metadata, some kB for each field
@@ -162,7 +162,7 @@ def finish(root: str, schema: Schema, items: Mapping[str, Sequence[int]], main: 
     import zarr
     from zarr.codecs import BytesCodec, ZstdCodec
 
-    from shardstore.codecs import ZSTD_LEVEL
+    from shardstore.store.codecs import ZSTD_LEVEL
 
     store = zarr.storage.LocalStore(root)
     zarr.create_group(store, zarr_format=3)

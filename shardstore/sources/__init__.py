@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardstore.errors import Problem, SourceError
-from shardstore.schema import Field
+from shardstore.store.schema import Field
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -78,7 +78,7 @@ def open_source(source: str | Path | Sequence[Any]) -> Source:
     if not path:
         raise SourceError("the source is an empty path")
     from shardstore.errors import NoStoreError
-    from shardstore.index import lacks_description, load
+    from shardstore.store.index import lacks_description, load
 
     try:
         index = load(path)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from shardstore import images
 from shardstore.errors import Problem, ShardstoreError, SourceError
-from shardstore.schema import Field
+from shardstore.pictures import images
 from shardstore.sources import Numbers
 from shardstore.sources.strings import Strings
+from shardstore.store.schema import Field
 
 _File = tuple[str, int, int]  # name, bytes, time of the last change in ns
 

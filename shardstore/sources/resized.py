@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardstore.schema import Field
 from shardstore.sources import Numbers, Source
+from shardstore.store.schema import Field
 
 
 def spool_path(folder: str, part: int) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from shardstore import images
 from shardstore.errors import Problem, SourceError
-from shardstore.schema import Content, Field
+from shardstore.pictures import images
 from shardstore.sources import Numbers
+from shardstore.store.schema import Content, Field
 
 _TUPLE_NAMES = ("image", "label")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.chunks import Reader
 from shardstore.errors import ShardstoreError, SourceError
-from shardstore.index import Index
 from shardstore.options import ReadOptions
-from shardstore.schema import Field
 from shardstore.sources import Numbers
+from shardstore.store.chunks import Reader
+from shardstore.store.index import Index
+from shardstore.store.schema import Field
 
 
 @dataclass(frozen=True, eq=False)

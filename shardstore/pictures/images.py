@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from shardstore import early
 from shardstore.errors import ImageError
-from shardstore.opening import MAX_PIXELS, allowing, check_size, opened, reason
+from shardstore.pictures import early
+from shardstore.pictures.opening import MAX_PIXELS, allowing, check_size, opened, reason
 
 if TYPE_CHECKING:
     from PIL import Image as PilImage

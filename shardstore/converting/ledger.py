@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardstore.errors import Problem
-from shardstore.files import write_file
+from shardstore.store.files import write_file
 
 _BAD = "bad.jsonl"
 

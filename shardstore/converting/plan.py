@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstore.codecs import Codec
+from shardstore.converting.options import Check, ConvertOptions
 from shardstore.errors import OptionError, Problem, SourceError
-from shardstore.images import Fit
-from shardstore.options import Check, ConvertOptions
-from shardstore.schema import MAX_CHUNK, ROW_DTYPES, Array, Container, Field, Schema, parts
+from shardstore.pictures.images import Fit
 from shardstore.sources import Numbers, Source
+from shardstore.store.codecs import Codec
+from shardstore.store.schema import MAX_CHUNK, ROW_DTYPES, Array, Container, Field, Schema, parts
 
 # 256 samples let batches and workers divide shards evenly, and that wins until a shard would pass 512 MiB.
 _SHARD_LIMIT = 512 << 20
@@ -182,7 +182,7 @@ def _picture_field(source: Source, field: Field, options: ConvertOptions, shapes
 
 def _first_kind(source: Source, field: Field, max_pixels: int) -> tuple[str, int]:
     """dtype and channels of the first good picture: with --size, all others must have the same."""
-    from shardstore.images import decode
+    from shardstore.pictures.images import decode
 
     column = source.fields.index(field)
     for number in range(len(source)):

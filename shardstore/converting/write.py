@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from shardstore import formats, images, ledger
-from shardstore.codecs import encode
+from shardstore import formats
+from shardstore.converting import ledger
+from shardstore.converting.options import Check
+from shardstore.converting.plan import Recipe, chunk_room
 from shardstore.errors import ImageError, OptionError, Problem, SourceError
-from shardstore.files import checksum_file, crc32c, sync_folder
-from shardstore.options import Check
-from shardstore.plan import Recipe, chunk_room
-from shardstore.schema import CHUNK, Array, Field, Schema, Table, shard_files
+from shardstore.pictures import images
 from shardstore.sources import Source
+from shardstore.store.codecs import encode
+from shardstore.store.files import checksum_file, crc32c, sync_folder
+from shardstore.store.schema import CHUNK, Array, Field, Schema, Table, shard_files
 
 _PER_FILE = ("size", "crc32c", "content")
 
@@ -62,7 +64,7 @@ class ShardResult:
             read); if there are any, nothing was written.
         tables: for each array the rows of its chunk table.
         size, crc32c: of each file.
-        content: of each field: see :mod:`shardstore.index`.
+        content: of each field: see :mod:`shardstore.store.index`.
         reused: an earlier run had written it.
     """
 

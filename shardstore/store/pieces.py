@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.aio import PIECE
+from shardstore.store.aio import PIECE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -20,8 +20,8 @@ class Plan:
 
     Attributes:
         shards: whose files are read.
-        pieces: of dtype :data:`shardstore.aio.PIECE`, ``fd`` a place in ``shards``, ``begin`` in bytes of the batch;
-            neighbours in a file are one piece. Sorted by file and offset.
+        pieces: of dtype :data:`shardstore.store.aio.PIECE`, ``fd`` a place in ``shards``, ``begin`` in bytes of the
+            batch; neighbours in a file are one piece. Sorted by file and offset.
         rows: of each piece, its row of the chunk table.
         whole: which pieces are whole chunks.
     """
@@ -38,7 +38,7 @@ def plans(batches: list[Numbers], rows: Numbers, table: Array, item_bytes: int) 
     Args:
         batches: sample numbers.
         rows: of the chunk table, for all of these samples one after the other.
-        table: these rows, of dtype :data:`shardstore.schema.CHUNK`.
+        table: these rows, of dtype :data:`shardstore.store.schema.CHUNK`.
         item_bytes: bytes of a sample.
     """
     samples, sizes = np.concatenate(batches), np.array([len(numbers) for numbers in batches])

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstore import mixing, ranks
-from shardstore.chunks import Numbers, Reader
 from shardstore.errors import OptionError, Problem
-from shardstore.index import Index, load
+from shardstore.loading import mixing, ranks
+from shardstore.loading.passes import Passes, check_epoch
+from shardstore.loading.position import Position
+from shardstore.loading.samples import ImageType, SampleReader, View
+from shardstore.loading.skipping import Skipper
 from shardstore.options import ReadOptions
 from shardstore.order import Order, Share, Tail, derive
-from shardstore.passes import Passes, check_epoch
 from shardstore.pool import ahead
-from shardstore.position import Position
-from shardstore.samples import ImageType, SampleReader, View
-from shardstore.skipping import Skipper
+from shardstore.store.chunks import Numbers, Reader
+from shardstore.store.index import Index, load
 
 
 class ShardDataset(IterableDataset[Any]):

@@ -1,9 +1,10 @@
 """The place being written: what may be replaced, the ``.partial`` folder, and the rename that makes a store exist.
 
-The ``.partial`` folder holds the store to be, records of what is finished (:mod:`shardstore.ledger`), a lock that one
-living process has, and a note with two lines: for people, and what the folder is for. From the moment that the note
-says ``committed``, all is there and only names have to change: each step of that may be done again by a later run. At
-the end the note gets another name and goes last, so that a run which is interrupted there is known to be done.
+The ``.partial`` folder holds the store to be, records of what is finished (:mod:`shardstore.converting.ledger`), a
+lock that one living process has, and a note with two lines: for people, and what the folder is for. From the moment
+that the note says ``committed``, all is there and only names have to change: each step of that may be done again by a
+later run. At the end the note gets another name and goes last, so that a run which is interrupted there is known to be
+done.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardstore.converting.locking import Lock
 from shardstore.errors import NoStoreError, OptionError, Problem
-from shardstore.files import exchange, sync_folder, write_file
-from shardstore.index import JSON_NAME, PARTIAL, locate
-from shardstore.locking import Lock
-from shardstore.schema import HDF5_FOLDER, Container
+from shardstore.store.files import exchange, sync_folder, write_file
+from shardstore.store.index import JSON_NAME, PARTIAL, locate
+from shardstore.store.schema import HDF5_FOLDER, Container
 
 _NOTE, _DONE = "UNFINISHED.txt", "FINISHED.txt"
 _TEXT = "An unfinished shardstore conversion. The same command goes on with it; this folder may be deleted.\n"

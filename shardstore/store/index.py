@@ -17,7 +17,7 @@ Sample ``i`` of a bytes or ragged field is ``data[start[i] : start[i] + length[i
 ``shape[i]``; ``crc32c[i]`` is the CRC-32C of its bytes (little-endian, C order).
 
 **Shards.** Shard ``k`` holds the samples ``k * shard_samples`` on; only the last may be short. Files of shard ``k``,
-below the folder that holds ``shardstore.json`` (:func:`shardstore.schema.shard_file`):
+below the folder that holds ``shardstore.json`` (:func:`shardstore.store.schema.shard_file`):
 
 - npy: ``image/00000.npy``, ``image/00000.data.npy``, … one for each array; ``start`` counts from the file's begin.
 - zarr: ``image/c/0/0/0/0``, ``image/data/c/0``, … one shard object of Zarr v3's sharding codec for each array.
@@ -34,11 +34,11 @@ codec these stand one after the other, with a codec each chunk decodes to ``chun
 **Files of the index**, all written last, ``shardstore.json`` last of all:
 
 - ``index/<array>.chunks.npy``: the chunk table, a one-dimensional structured array of
-  :data:`shardstore.schema.CHUNK`, in order of samples.
-- ``index/shards.npy``: one row a shard (:func:`shardstore.schema.shard_dtype`): ``first``, ``count``; for each array
-  the first of its ``rows`` in the chunk table; for each file ``size`` and ``crc32c``; for each field ``content``,
-  a CRC-32C of its values in this shard: of the uncompressed items for an array field, else of the arrays ``length``,
-  ``crc32c`` and ``shape``.
+  :data:`shardstore.store.schema.CHUNK`, in order of samples.
+- ``index/shards.npy``: one row a shard (:func:`shardstore.store.schema.shard_dtype`): ``first``, ``count``; for each
+  array the first of its ``rows`` in the chunk table; for each file ``size`` and ``crc32c``; for each field
+  ``content``, a CRC-32C of its values in this shard: of the uncompressed items for an array field, else of the arrays
+  ``length``, ``crc32c`` and ``shape``.
 - ``shardstore.json``: the schema; ``name`` of an HDF5 store's file, which stands in it; ``files``: size and CRC-32C of
   every other file but the shards; ``crc32c`` of itself, taken with the eight digits of that value as zeros.
 
@@ -62,10 +62,10 @@ from typing import Any
 
 import numpy as np
 
-from shardstore import npyfile
 from shardstore.errors import DamagedStoreError, NoStoreError, Problem
-from shardstore.files import checksum_file, crc32c, is_special, leads_out, write_file
-from shardstore.schema import CHUNK, HDF5_FOLDER, REJECTS, Schema, Table, from_json, shard_dtype, shard_file
+from shardstore.store import npyfile
+from shardstore.store.files import checksum_file, crc32c, is_special, leads_out, write_file
+from shardstore.store.schema import CHUNK, HDF5_FOLDER, REJECTS, Schema, Table, from_json, shard_dtype, shard_file
 
 JSON_NAME = "shardstore.json"
 PARTIAL = ".partial"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardstore.errors import Problem
-from shardstore.index import Index
-from shardstore.schema import Array, Table, fingerprint
+from shardstore.store.index import Index
+from shardstore.store.schema import Array, Table, fingerprint
 
 _HINT = "The index is damaged: convert the source again with --overwrite."
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardstore.converting.plan import human
 from shardstore.errors import Problem, printable
-from shardstore.plan import human
-from shardstore.schema import REJECTS, Schema
+from shardstore.store.schema import REJECTS, Schema
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.cache import Cache
-from shardstore.codecs import check_size, decode
 from shardstore.errors import DamagedStoreError, Problem, ShardstoreError
-from shardstore.files import Files, crc32c
-from shardstore.index import Index
 from shardstore.options import ReadOptions
-from shardstore.pieces import Plan, plans
-from shardstore.rows import Chunk, Rows, impossible, locate
-from shardstore.schema import parts
+from shardstore.store.cache import Cache
+from shardstore.store.codecs import check_size, decode
+from shardstore.store.files import Files, crc32c
+from shardstore.store.index import Index
+from shardstore.store.pieces import Plan, plans
+from shardstore.store.rows import Chunk, Rows, impossible, locate
+from shardstore.store.schema import parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -79,7 +79,7 @@ class Reader:
         return np.concatenate([self._part(field, "length", s)[:n] for s, n in enumerate(counts.tolist())])
 
     def content(self, field: str, shard: int) -> int:
-        """The ``content`` checksum of a bytes or ragged field in one shard (see :mod:`shardstore.index`)."""
+        """The ``content`` checksum of a bytes or ragged field in one shard (see :mod:`shardstore.store.index`)."""
         crc, count = 0, int(self.index.shards["count"][shard])
         for part in parts(self.index.schema.field(field).kind)[2:]:
             crc = crc32c(self._part(field, part[1:], shard)[:count].reshape(-1).view(np.uint8), crc)

@@ -27,7 +27,8 @@ class Position:
         fingerprint: of the store's content.
         seed: None without shuffle.
         batch_size: None where the DataLoader makes the batches.
-        window, block: samples that are mixed together, and that are read together; see :class:`shardstore.order.Order`.
+        window, block: samples that are mixed together, and that are read together; see
+            :class:`shardstore.order.Order`.
         epoch: from 0.
         batch: of the epoch, where the pass began.
         taken: batches since then, by the worker that this is the position of; without ``batch_size``, samples.

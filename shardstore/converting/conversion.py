@@ -16,19 +16,22 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from shardstore import formats, images, ledger, order, prove
+from shardstore import formats, order
+from shardstore.converting import ledger
+from shardstore.converting.options import ConvertOptions, Options
+from shardstore.converting.plan import Plan, Shapes, make_plan, needs_shapes, picture_field
+from shardstore.converting.resizing import estimate, resize_all
+from shardstore.converting.summary import Summary
+from shardstore.converting.target import Target, container_of
+from shardstore.converting.write import ShardResult, Task, write_shard
 from shardstore.errors import Problem, ShardstoreError, SourceError, system_problem
-from shardstore.files import checksum_file, sync_file, write_file
-from shardstore.index import JSON_NAME, Index, load, write_index
-from shardstore.options import ConvertOptions, Options
-from shardstore.plan import Plan, Shapes, make_plan, needs_shapes, picture_field
+from shardstore.pictures import images
 from shardstore.pool import Pool, Progress
-from shardstore.resizing import estimate, resize_all
-from shardstore.schema import REJECTS, Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 from shardstore.sources import Numbers, Source, open_source
-from shardstore.summary import Summary
-from shardstore.target import Target, container_of
-from shardstore.write import ShardResult, Task, write_shard
+from shardstore.store import prove
+from shardstore.store.files import checksum_file, sync_file, write_file
+from shardstore.store.index import JSON_NAME, Index, load, write_index
+from shardstore.store.schema import REJECTS, Schema, Table, fingerprint, shard_dtype, shard_files, to_json
 
 _PROBE_SAMPLES = 1024  # headers read in one task
 _SHUFFLE = 3  # what a derived key is for
@@ -56,7 +59,7 @@ def convert(
         executor: any ``concurrent.futures`` executor instead of local processes.
         progress: called with (samples done, samples in all); with ``resize_short`` up to the end once for resizing and
             once, faster, for writing.
-        options: see :class:`shardstore.options.ConvertOptions`.
+        options: see :class:`shardstore.converting.options.ConvertOptions`.
 
     Returns:
         What was done; ``print`` shows it in three lines.

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.chunks import Numbers
 from shardstore.errors import DamagedStoreError, ImageError, Problem
-from shardstore.samples import SampleReader
+from shardstore.loading.samples import SampleReader
+from shardstore.store.chunks import Numbers
 
 _UNREADABLE = (DamagedStoreError, ImageError)
 LIMIT = 10_000  # failures in a row that a worker bears: some shards of photos; more is no damage but a missing disk

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstore.schema import Schema, Table
+from shardstore.store.schema import Schema, Table
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardstore import images, ledger
+from shardstore.converting import ledger
+from shardstore.converting.options import ConvertOptions
+from shardstore.converting.plan import picture_field
+from shardstore.converting.target import Target
+from shardstore.converting.write import check_picture
 from shardstore.errors import ImageError, Problem, SourceError
-from shardstore.files import checksum_file
-from shardstore.options import ConvertOptions
-from shardstore.plan import picture_field
+from shardstore.pictures import images
 from shardstore.pool import Pool, Progress
 from shardstore.sources import Numbers, Source
 from shardstore.sources.resized import ResizedSource, spool_path
-from shardstore.target import Target
-from shardstore.write import check_picture
+from shardstore.store.files import checksum_file
 
 _PART = 128  # pictures made in one task: about a second's work
 _ESTIMATED_FROM = 64  # pictures that a dry run resizes: their mean size is within some percent of that of all

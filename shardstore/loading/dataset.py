@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
-from shardstore.chunks import Numbers, Reader
 from shardstore.errors import DamagedStoreError, OptionError, Problem
-from shardstore.index import load
+from shardstore.loading.samples import ImageType, SampleReader, View
 from shardstore.options import ReadOptions
-from shardstore.samples import ImageType, SampleReader, View
-from shardstore.schema import Field, Schema
+from shardstore.store.chunks import Numbers, Reader
+from shardstore.store.index import load
+from shardstore.store.schema import Field, Schema
 
 _KEYS_AT_ONCE = 65536
 

@@ -15,18 +15,20 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardstore import formats, images, prove
-from shardstore.chunks import Reader
+from shardstore import formats
+from shardstore.converting.plan import Recipe
+from shardstore.converting.write import make_values
 from shardstore.errors import ImageError, NoStoreError, OptionError, Problem, ShardstoreError, SourceError
-from shardstore.files import checksum_file, crc32c, leads_out
-from shardstore.index import JSON_NAME, Index, lacks_description, load
-from shardstore.opening import MAX_PIXELS
 from shardstore.options import ReadOptions
-from shardstore.plan import Recipe
+from shardstore.pictures import images
+from shardstore.pictures.opening import MAX_PIXELS
 from shardstore.pool import Pool, Progress
-from shardstore.schema import Field, shard_files
 from shardstore.sources.folder import FolderSource
-from shardstore.write import make_values
+from shardstore.store import prove
+from shardstore.store.chunks import Reader
+from shardstore.store.files import checksum_file, crc32c, leads_out
+from shardstore.store.index import JSON_NAME, Index, lacks_description, load
+from shardstore.store.schema import Field, shard_files
 
 Level = Literal["structure", "checksum", "decode", "source"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shardstore.errors import Problem, StackError
-from shardstore.memory import Block
+from shardstore.loading.memory import Block
 
 
 class Stack:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardstore.memory import Array, Block, lease
+from shardstore.loading.memory import Array, Block, lease
 
 _SLOTS = 6  # two that wait in the queue, one being filled, two or three that the trainer holds
 _MANY_SLOTS = 32  # of small batches, for a DataLoader with a large prefetch_factor

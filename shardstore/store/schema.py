@@ -1,6 +1,6 @@
 """The description of a store, ``shardstore.json``: its classes, its checksum, and the paths that follow from it.
 
-The whole format is specified in :mod:`shardstore.index`.
+The whole format is specified in :mod:`shardstore.store.index`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardstore.codecs import CODECS, Codec
-from shardstore.files import crc32c
+from shardstore.store.codecs import CODECS, Codec
+from shardstore.store.files import crc32c
 
 FORMAT_VERSION = 0
 HDF5_FOLDER = ".shards"  # beside NAME.h5

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch.utils.data import _utils, get_worker_info
 
-from shardstore import images, ring
-from shardstore.chunks import Numbers, Reader
 from shardstore.errors import ImageError, OptionError, Problem
-from shardstore.memory import Block, Buffers, Recycled
+from shardstore.loading import ring
+from shardstore.loading.memory import Block, Buffers, Recycled
+from shardstore.loading.stacking import Stack, cannot_stack
 from shardstore.order import derive
-from shardstore.pieces import Plan
-from shardstore.schema import Field, Schema
-from shardstore.stacking import Stack, cannot_stack
+from shardstore.pictures import images
+from shardstore.store.chunks import Numbers, Reader
+from shardstore.store.pieces import Plan
+from shardstore.store.schema import Field, Schema
 from shardstore.transforms import Random, Transform
 
 _READ_AT_ONCE = range(16, 257)  # samples: more that wait for decoding or their turn would be memory for nothing

@@ -18,7 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from shardstore import aio
+from shardstore.store import aio
 
 _MAX_OPEN = (
     32  # descriptors a reader keeps: a batch of 64 shuffled samples rarely touches more shards, ulimit is 256 on macOS
@@ -141,7 +141,7 @@ class Files:
 
         Args:
             paths: of the files.
-            pieces: of dtype :data:`shardstore.aio.PIECE`, but ``fd`` is a number in ``paths``; sorted by it.
+            pieces: of dtype :data:`shardstore.store.aio.PIECE`, but ``fd`` is a number in ``paths``; sorted by it.
             out: uint8, contiguous, of shape (bytes,).
 
         Returns:

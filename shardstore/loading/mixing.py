@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardstore.chunks import Numbers, Reader
 from shardstore.errors import ShardstoreError
-from shardstore.index import Index
 from shardstore.order import Order, lane_count
-from shardstore.schema import Field
+from shardstore.store.chunks import Numbers, Reader
+from shardstore.store.index import Index
+from shardstore.store.schema import Field
 
 _ORDER_AT_ONCE = 4096  # sample numbers worked out together: a keyed permutation of few costs as much as of many
 _BATCHES_LOOKED_AT = 4  # by the hint about sorted stores

@@ -1,0 +1,1 @@
+"""Bytes to pixels: headers, decoding, a JPEG's first rows."""
